@@ -1,0 +1,42 @@
+# Targets with a ## comment are shown by `make`.
+PYTHON ?= python3
+BIN := .venv/bin
+CONFIG ?= configs/small.yaml
+
+.PHONY: help env train test test-slow check fmt sizes
+.DEFAULT_GOAL := help
+
+help: ## show this help
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+env: .venv/.stamp ## make or refresh .venv with the pinned versions
+
+# torch first and by its exact version: a range would take the newest build there is.
+.venv/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+train: env ## prepare the corpus, then train configs/small.yaml; again: resume
+	$(BIN)/lightning fit --config $(CONFIG)
+
+test: env ## run the tests (under 5 minutes)
+	$(BIN)/python -m pytest -q
+
+test-slow: env ## run the tests that take longer
+	$(BIN)/python -m pytest -q -m 'slow and not gpu'
+
+check: env ## format, lint, types and tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(MAKE) test
+
+fmt: env ## format the code and sort imports
+	$(BIN)/ruff check --fix --quiet --select I .
+	$(BIN)/ruff format .
+
+sizes: ## lines of each source file
+	@wc -l lm/*.py data/*.py callbacks/*.py cli.py | sort -n

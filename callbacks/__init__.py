@@ -1,0 +1,1 @@
+"""What watches or steers a run through Lightning's hooks; knows neither lm nor data."""

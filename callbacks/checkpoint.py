@@ -1,0 +1,406 @@
+"""Checkpoints that are whole or not there, and the state a run resumes from."""
+
+import errno
+import os
+import pickle
+import random
+import re
+import shutil
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor
+
+from callbacks.run_folder import contract
+from callbacks.trainer import at_step_edge, is_dry_run, validation_follows
+
+FOLDER = "checkpoints"
+NAME = re.compile(r"step-(\d+)\.ckpt")
+TEMPORARY = ".tmp-"
+
+# A resumed run must agree in these and in what the datamodule refuses; other differences are
+# announced, and the new value holds.
+FIXED = ("model.config.", "seed_everything")
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Steps and files of a run folder, or of the checkpoint folder itself, newest first."""
+    folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
+    if not folder.is_dir():
+        return []
+    found = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
+
+
+def damage(path: Path) -> str | None:
+    """Why a checkpoint file is not whole, or None.
+
+    Reads all of it and compares the CRC32 that torch.save stores with each record, which
+    torch.load does not.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+        return f"record {bad} does not match its checksum" if bad else None
+    except zipfile.BadZipFile as error:
+        size = path.stat().st_size
+        return "it is empty" if size == 0 else f"truncated or corrupt at {size} bytes ({error})"
+    except (OSError, EOFError, RuntimeError, NotImplementedError) as error:
+        return f"cannot be read ({error})"
+
+
+def newest_whole(folder: Path, say: Callable[[str], None]) -> Path:
+    """Newest whole checkpoint of a folder by step number; damaged newer ones are named.
+
+    Raises:
+        ValueError: there is none, or all are damaged.
+    """
+    faults = []
+    for _, path in checkpoints(folder):
+        fault = damage(path)
+        if fault is None:
+            for line in faults:
+                say(f"warning: passed over {line}")
+            return path
+        faults.append(f"{path}: {fault}")
+    if not faults:
+        raise ValueError(f"{folder} holds no checkpoint (step-00000000.ckpt …); train first")
+    raise ValueError(
+        f"all {len(faults)} checkpoints of {folder} are damaged ({'; '.join(faults)}); remove them "
+        "to start at step 0, or bring back a sound copy"
+    )
+
+
+def resolve(ckpt_path: str | None, root: Path, starts: bool = False) -> Path | None:
+    """What a run's `ckpt_path` stands for: a folder whose newest whole file is meant, or a file.
+
+    Args:
+        ckpt_path: `last`, `best`, a path, or None for a new run.
+        root: The run's folder.
+        starts: Whether `last` in a folder without checkpoints is a first start, which is None.
+
+    Raises:
+        ValueError: nothing is there, or a new run is asked for where one already is.
+    """
+    held = checkpoints(root)
+    if ckpt_path is None:
+        if held:
+            raise ValueError(
+                f"{root} already holds checkpoints (step {held[0][0]}) and ckpt_path is null: "
+                "resume by --ckpt_path last, or give another trainer.default_root_dir"
+            )
+        return None
+    if ckpt_path not in ("last", "best"):
+        if not Path(ckpt_path).exists():
+            raise ValueError(
+                f"ckpt_path {ckpt_path} does not exist; give last, best, a run folder or a file"
+            )
+        return Path(ckpt_path)
+    if not held:
+        if starts and ckpt_path == "last":
+            announce(f"starting at step 0: {root} holds no checkpoint")
+            return None
+        raise ValueError(f"{root} holds no checkpoint; train first, or name one by --ckpt_path")
+    if ckpt_path == "last":
+        return root
+    newest = read_checkpoint(newest_whole(root, announce))
+    best = newest["callbacks"]["AtomicCheckpoint"]["best"]
+    if not best:
+        raise ValueError(f"{root} has no best checkpoint: nothing was validated yet")
+    return held[0][1].with_name(f"step-{best['step']:08d}.ckpt")
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Contents of a checkpoint on the CPU; nothing in the file is ever executed.
+
+    Raises:
+        ValueError: the file is missing, damaged or holds more than tensors and plain types.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; give a run folder or a checkpoint file")
+    if fault := damage(path):
+        others = [other for _, other in checkpoints(path.parent) if damage(other) is None]
+        way_out = f"the newest sound one is {others[0]}" if others else "no sound one is beside it"
+        raise ValueError(f"{path} is not a whole checkpoint: {fault}; {way_out}")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        name = re.search(r"GLOBAL (\S+)", str(error))
+        raise ValueError(
+            f"{path} is untrusted: it holds {name[1] if name else 'objects'} beside tensors and "
+            "plain types, so loading could run foreign code; export its weights where it was made"
+        ) from None
+    if not isinstance(content, dict) or "state_dict" not in content:
+        raise ValueError(f"{path} is not a checkpoint: it has no state_dict; give one made by fit")
+    return content
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of all tensors in nested plain containers."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(tensor_bytes, value.values()))
+    return sum(map(tensor_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
+    """Make the file appear whole under its final name, durably, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    needed, free = tensor_bytes(checkpoint), shutil.disk_usage(path.parent).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"No space left: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free",
+            str(path),
+        )
+    # In the same folder: only there is the replacement one atomic step, wherever TMPDIR is.
+    temporary = path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Lightning's way to the functions above; `last` is resolved here, on rank 0 alone."""
+
+    def __init__(self, trainer: Trainer, check: Callable[[dict[str, Any]], None]) -> None:
+        self.trainer = trainer
+        self.check = check
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        write_checkpoint(checkpoint, Path(path))
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        found: Path | ValueError = Path(path)
+        if found.is_dir():
+            if self.trainer.is_global_zero:
+                try:
+                    found = newest_whole(found, announce)
+                except ValueError as error:
+                    found = error
+            found = self.trainer.strategy.broadcast(found)
+            if isinstance(found, ValueError):
+                raise ValueError(str(found))
+        checkpoint = read_checkpoint(found)
+        self.check(checkpoint)
+        if self.trainer.is_global_zero:
+            announce(f"resuming from {found} at step {checkpoint['global_step']}")
+        return checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink(missing_ok=True)
+
+
+def announce(line: str) -> None:
+    """Say something that the user should see once, on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def random_states() -> dict[str, Any]:
+    """States of the generators that users' own code may draw from, as plain types."""
+    numpy_state = cast(tuple, np.random.get_state())
+    return {
+        "python": random.getstate(),
+        "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Put back what `random_states` took."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if len(states["cuda"]) == torch.cuda.device_count() and states["cuda"]:
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+class AtomicCheckpoint(Checkpoint):
+    """Saves at step edges, keeps a bounded number of files, and checks what a run resumes from."""
+
+    def __init__(
+        self, *, every_n_steps: int = 1000, keep_last: int = 3, keep_every: int | None = None
+    ) -> None:
+        """Say when to save and what to keep.
+
+        Args:
+            every_n_steps: Optimizer steps between saves. The last step and each new best
+                validation loss are saved too.
+            keep_last: Newest files kept, beside the best by validation loss.
+            keep_every: Keep the files of every so many steps for good.
+        """
+        for name, value in (("every_n_steps", every_n_steps), ("keep_last", keep_last)):
+            if value < 1:
+                raise ValueError(f"checkpoint.{name} is {value}: must be at least 1")
+        if keep_every is not None and keep_every < 1:
+            raise ValueError(f"checkpoint.keep_every is {keep_every}: must be at least 1, or null")
+        self.every_n_steps = every_n_steps
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+        self.best: dict[str, float] = {}
+        self._saved_step = -1
+        self._random_states: list[dict[str, Any]] = []
+        self._failure: str | None = None
+
+    # Saving
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO(
+            trainer, lambda checkpoint: self.check(trainer, checkpoint)
+        )
+        if stage == "fit" and trainer.is_global_zero:
+            for stale in Path(trainer.default_root_dir, FOLDER).glob(f"*{TEMPORARY}*"):
+                stale.unlink(missing_ok=True)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not at_step_edge(trainer, batch_idx) or validation_follows(trainer, batch_idx):
+            return
+        if self._due(trainer):
+            self.save_now(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A checkpoint of a step whose validation is due comes after it: a kill between the two
+        # would lose the validation for good.
+        if trainer.state.fn != "fit":
+            return
+        loss = cast(Any, pl_module).validation_figures["val/loss"]
+        new_best = loss < self.best.get("loss", float("inf"))
+        if new_best:
+            self.best = {"loss": loss, "step": trainer.global_step}
+        if new_best or self._due(trainer):
+            self.save_now(trainer, verify=new_best)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._saved_step != trainer.global_step > 0:
+            self.save_now(trainer, verify=True)
+        if self._failure:
+            raise RuntimeError(f"the last checkpoint could not be written: {self._failure}")
+
+    def _due(self, trainer: Trainer) -> bool:
+        step = trainer.global_step
+        return step % self.every_n_steps == 0 or step == trainer.max_steps
+
+    def save_now(self, trainer: Trainer, verify: bool = False) -> None:
+        """Write the state of the step just finished, unless that was done already."""
+        step = trainer.global_step
+        if is_dry_run(trainer) or step == self._saved_step:
+            return
+        # What the loggers hold of this step must not be lost with a kill after it.
+        for logger in trainer.loggers:
+            logger.save()
+        path = Path(trainer.default_root_dir, FOLDER, f"step-{step:08d}.ckpt")
+        try:
+            trainer.save_checkpoint(path)
+            fault = damage(path) if verify or step == trainer.max_steps else None
+        except (OSError, RuntimeError) as error:
+            fault = str(error)
+        # A failed write costs the file and not the run.
+        self._failure = f"{path}: {fault}" if fault else None
+        if self._failure:
+            announce(f"error: checkpoint not saved: {self._failure}; training goes on")
+            return
+        self._saved_step = step
+        if trainer.is_global_zero:
+            self._retain(path.parent)
+
+    def _retain(self, folder: Path) -> None:
+        for place, (step, path) in enumerate(checkpoints(folder)):
+            forever = self.keep_every is not None and step % self.keep_every == 0
+            if place >= self.keep_last and step != self.best.get("step") and not forever:
+                path.unlink(missing_ok=True)
+
+    # What a checkpoint holds beside Lightning's own
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": dict(self.best)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = dict(state_dict["best"])
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        states: list[Any] = [random_states()]
+        if trainer.world_size > 1:
+            states = [None] * trainer.world_size
+            torch.distributed.all_gather_object(states, random_states())
+        checkpoint["random_states"] = states
+        checkpoint["contract"] = contract(trainer)
+
+    # Resuming
+
+    def check(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Compare a checkpoint's contract with this run's: differences are refused or announced.
+
+        Raises:
+            ValueError: the model, the data, their order or the seed differ; names every one.
+        """
+        if "contract" not in checkpoint:
+            raise ValueError(
+                "the checkpoint has no contract, so it was not made by fit; its weights alone can "
+                "be sampled from"
+            )
+        old, new = checkpoint["contract"], contract(trainer)
+        differ = [key for key in old if key in new and old[key] != new[key]]
+        faults = [
+            f"{key} was {old[key]} and is {new[key]} now" for key in differ if key.startswith(FIXED)
+        ]
+        if trainer.state.fn == "fit":
+            faults += cast(Any, trainer).datamodule.refused_changes(old)
+        if faults:
+            raise ValueError(
+                f"the checkpoint belongs to another run: {'; '.join(faults)}; go back to the old "
+                "values, or start anew in another trainer.default_root_dir"
+            )
+        if trainer.state.fn == "fit" and trainer.is_global_zero:
+            for key in differ:
+                announce(f"changed since the checkpoint: {key} {old[key]} -> {new[key]}")
+        self._random_states = checkpoint["random_states"]
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn != "fit":
+            return
+        self._saved_step = checkpoint["global_step"]
+        # Lightning counts micro-batches: with another accumulate the same step is another count.
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        was = checkpoint["contract"]["trainer.accumulate_grad_batches"]
+        done = checkpoint["global_step"] * trainer.accumulate_grad_batches
+        for counts in (progress["total"], progress["current"]):
+            for name, count in counts.items():
+                counts[name] = done + count - checkpoint["global_step"] * was
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # After all set-up, which draws random numbers of its own.
+        if trainer.global_rank < len(self._random_states):
+            restore_random_states(self._random_states[trainer.global_rank])

@@ -1,0 +1,166 @@
+"""The figures of each logged step: to the loggers, and as one line on the console."""
+
+import sys
+from typing import Any, Protocol, TextIO, cast, runtime_checkable
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from callbacks.trainer import at_step_edge
+
+
+@runtime_checkable
+class StepFigures(Protocol):
+    """A callback that has figures for a logged step."""
+
+    def step_figures(self, trainer: Trainer) -> dict[str, float]:
+        """Figures by metric name."""
+        ...
+
+
+class LearningModule(Protocol):
+    """What the console and the loggers ask of the module."""
+
+    validation_figures: dict[str, float]
+
+    def step_figures(self) -> dict[str, float]:
+        """Figures by metric name, of the last finished step."""
+        ...
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 45 s, 12 min, 3 h 05 min."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def console_line(step: int, max_steps: int, figures: dict[str, float]) -> str:
+    """Figures as one line; what is absent is left out."""
+    parts = [f"step {step:>{len(str(max_steps))}}/{max_steps}"]
+    texts = {
+        "train/loss": "loss {:.4f}",
+        "val/loss": "val loss {:.4f}",
+        "optim/lr": "lr {:.2e}",
+        "optim/grad_norm": "grad norm {:.3f}",
+        "optim/skipped_steps": "skipped {:.0f}",
+        "throughput/tokens_per_sec": "{:,.0f} tokens/s",
+    }
+    parts += [text.format(figures[name]) for name, text in texts.items() if name in figures]
+    if "time/eta_s" in figures:
+        parts.append(f"{duration(figures['time/eta_s'])} left")
+    return " · ".join(parts)
+
+
+def validation_line(figures: dict[str, float]) -> str:
+    """Validation figures as one line."""
+    texts = {
+        "val/loss": "val loss {:.4f}",
+        "val/perplexity": "perplexity {:.2f}",
+        "val/bits_per_byte": "{:.4f} bits per byte",
+        "train/eval_loss": "training data in evaluation mode {:.4f}",
+    }
+    return " · ".join(text.format(figures[name]) for name, text in texts.items() if name in figures)
+
+
+class Progress(Callback):
+    """Logs every `trainer.log_every_n_steps` optimizer steps, the first and the last one.
+
+    On a terminal the console line updates in place and validations stay; elsewhere each is a
+    plain line.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = sys.stderr if stream is None else stream
+        self._validation: dict[str, float] = {}
+        self._open_line = 0
+        self._trains = False
+        self._loaded_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._trains = True
+        for logger in trainer.loggers:
+            if hasattr(logger, "resume_at"):
+                cast(Any, logger).resume_at(trainer.global_step)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._loaded_step = checkpoint["global_step"]
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step, every = trainer.global_step, cast(Any, trainer).log_every_n_steps
+        if not at_step_edge(trainer, batch_idx):
+            return
+        if step % every and step not in (1, trainer.max_steps):
+            return
+        # The module first: reading its figures waits for the device, so that times are true.
+        figures = cast(LearningModule, pl_module).step_figures()
+        for callback in cast(Any, trainer).callbacks:
+            if isinstance(callback, StepFigures):
+                figures |= callback.step_figures(trainer)
+        self._log(trainer, figures)
+        line = console_line(step, trainer.max_steps, figures | self._validation)
+        self._say(trainer, line, passing=step != trainer.max_steps)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        figures = cast(LearningModule, pl_module).validation_figures
+        self._validation = {"val/loss": figures["val/loss"]}
+        self._log(trainer, figures)
+        # Outside a fit the Trainer does not know the step of what it evaluates.
+        step = trainer.global_step if trainer.state.fn == "fit" else self._loaded_step
+        self._say(trainer, f"step {step} · {validation_line(figures)}")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning would ask an exhausted loader again and again, for ever and without a word.
+        if trainer.global_step < trainer.max_steps and not trainer.should_stop:
+            raise RuntimeError(
+                f"the data ended at step {trainer.global_step} of {trainer.max_steps}"
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        step, last = trainer.global_step, trainer.max_steps
+        if step == last:
+            self._say(trainer, f"done: {step} steps in {trainer.default_root_dir}")
+        else:
+            self._say(trainer, f"stopped at step {step} of {last}; the same command goes on")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning ends a run without any other word when nothing is left to train.
+        step, last = trainer.global_step, trainer.max_steps
+        if self._trains:
+            return
+        if step > last:
+            raise ValueError(
+                f"the run is at step {step} and max_steps is {last}: nothing is left to train; "
+                "lengthen the run or start another in another trainer.default_root_dir"
+            )
+        self._say(trainer, f"finished at step {step} of {last}")
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._close_line()
+
+    def _log(self, trainer: Trainer, figures: dict[str, float]) -> None:
+        # In evaluation outside a fit the curve of the run must not be touched.
+        if trainer.state.fn == "fit":
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=trainer.global_step)
+
+    def _say(self, trainer: Trainer, line: str, passing: bool = False) -> None:
+        if not trainer.is_global_zero:
+            return
+        if passing and self.stream.isatty():
+            print(f"\r{line:<{self._open_line}}", end="", file=self.stream, flush=True)
+            self._open_line = len(line)
+        else:
+            self._close_line()
+            print(line, file=self.stream, flush=True)
+
+    def _close_line(self) -> None:
+        if self._open_line:
+            print(file=self.stream, flush=True)
+            self._open_line = 0

@@ -1,0 +1,153 @@
+"""The folder of a run: who may write there, and what it says about itself."""
+
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_only
+
+from callbacks.trainer import is_dry_run
+
+PACKAGES = ("relight", "torch", "lightning", "numpy", "tokenizers")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file so that a reader finds the old or the new text, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def lock(root: Path) -> TextIO:
+    """Take the run folder for this process; the system frees it when the process ends.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    file = (root / ".lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        file.close()
+        raise ValueError(
+            f"{root} is in use by another run (process {owner}): two runs must not write to one "
+            "folder; stop that one or give another trainer.default_root_dir"
+        ) from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
+
+
+def filesystem_type(path: Path) -> str | None:
+    """Type of the file system that holds a path, or None where /proc does not tell."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    path = path.resolve()
+    points = [(line.split()[1], line.split()[2]) for line in mounts]
+    holding = [(len(point), kind) for point, kind in points if path.is_relative_to(point)]
+    return max(holding)[1] if holding else None
+
+
+def volatile_folder(root: Path) -> str | None:
+    """Why a run folder would not outlive the machine, or None."""
+    if filesystem_type(root) == "tmpfs":
+        return f"{root} is on a tmpfs: it is gone after a reboot"
+    if any(root.resolve().is_relative_to(place) for place in ("/tmp", "/var/tmp")):
+        return f"{root} is under a temporary folder that systems clean"
+    return None
+
+
+def commit() -> str | None:
+    """Commit of the checkout this code runs from, marked when it has local changes."""
+    result = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return result.stdout.strip() or None
+
+
+class RunConfig(SaveConfigCallback):
+    """Leaves the resolved configuration of the latest start in the run folder."""
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and not is_dry_run(trainer):
+            text = self.parser.dump(self.config, skip_unset=False)
+            replace_text(Path(trainer.default_root_dir) / "config.yaml", text)
+
+
+class RunRecord(Callback):
+    """Keeps run.json: versions, device, commit, data, and every start and resume."""
+
+    @rank_zero_only
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if is_dry_run(trainer):
+            return
+        path = Path(trainer.default_root_dir) / "run.json"
+        try:
+            starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
+        except (OSError, ValueError, KeyError):
+            starts = []
+        device = trainer.strategy.root_device
+        start = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "step": trainer.global_step,
+            "command": sys.argv,
+            "world_size": trainer.world_size,
+            "precision": str(trainer.precision),
+        }
+        record: dict[str, Any] = {
+            "versions": {name: version(name) for name in PACKAGES}
+            | {"python": platform.python_version()},
+            "device": torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else f"{device.type} ({platform.machine()}, {os.cpu_count()} cores)",
+            "commit": commit(),
+            "contract": contract(trainer),
+            "starts": [*starts, start],
+        }
+        replace_text(path, json.dumps(record, indent=1) + "\n")
+        # So that the folder alone is enough to sample from.
+        text = cast(Any, trainer).datamodule.tokenizer_path.read_text(encoding="utf-8")
+        replace_text(path.with_name("tokenizer.json"), text)
+
+
+def contract(trainer: Trainer) -> dict[str, Any]:
+    """What decides a run's numbers, under the configuration keys that set it.
+
+    The module and the datamodule tell their own part by a `contract()` method.
+    """
+    parts: dict[str, Any] = {}
+    for source in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
+        if hasattr(source, "contract"):
+            parts |= cast(Any, source).contract()
+    return parts | {
+        "trainer.max_steps": trainer.max_steps,
+        "trainer.gradient_clip_val": trainer.gradient_clip_val,
+        "trainer.accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "trainer.precision": str(trainer.precision),
+        "trainer.world_size": trainer.world_size,
+        "version of torch": version("torch"),
+        "version of lightning": version("lightning"),
+    }

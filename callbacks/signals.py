@@ -1,0 +1,68 @@
+"""SIGTERM, SIGUSR1 and Ctrl-C: one agreed stop between two optimizer steps."""
+
+import signal
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from callbacks.checkpoint import AtomicCheckpoint, announce
+from callbacks.trainer import at_step_edge, validation_follows
+
+EXIT_CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
+
+
+class StopSignals(Checkpoint):
+    """Finishes the step, saves, and leaves with 143 (SIGTERM, SIGUSR1) or 130 (Ctrl-C).
+
+    A second signal leaves at once. A `Checkpoint` by type, so that it runs after the one that
+    saves.
+    """
+
+    def __init__(self) -> None:
+        self._received = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._received = 0
+        # Here, after Lightning put in its own, which hang several ranks and lose the exit code.
+        self._before = {number: signal.signal(number, self._handle) for number in EXIT_CODES}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._received:
+            raise SystemExit(EXIT_CODES[signal.Signals(self._received)])
+        self._received = number
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if at_step_edge(trainer, batch_idx) and not validation_follows(trainer, batch_idx):
+            self._leave_if_asked(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            self._leave_if_asked(trainer)
+
+    def _leave_if_asked(self, trainer: Trainer) -> None:
+        number = self._received
+        if trainer.world_size > 1:
+            seen = torch.tensor(number, device=trainer.strategy.root_device)
+            number = int(trainer.strategy.reduce(seen, reduce_op="max"))
+        if not number:
+            return
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, AtomicCheckpoint):
+                callback.save_now(trainer)
+        if trainer.is_global_zero:
+            announce(
+                f"\n{signal.Signals(number).name}: saved at step {trainer.global_step} of "
+                f"{trainer.max_steps}; the same command goes on from here"
+            )
+        raise SystemExit(EXIT_CODES[signal.Signals(number)])
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

@@ -1,0 +1,1 @@
+"""Tokens from disk to batches; knows no model."""

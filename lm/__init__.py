@@ -1,0 +1,1 @@
+"""The network and how it learns; knows no files and no runs."""

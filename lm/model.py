@@ -1,0 +1,309 @@
+"""The network: a Llama-style decoder, in data-flow order.
+
+Axes: B batch, T position, D d_model, N n_heads, K n_kv_heads, H head_dim, F ffn_dim, V vocab.
+Parameter names and shapes are those of Hugging Face's LlamaForCausalLM.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the network."""
+
+    vocab_size: int = 32000
+    """Rows of the embedding; at least the tokenizer's size."""
+    d_model: int = 256
+    """Width of the residual stream."""
+    n_layers: int = 4
+    """Number of decoder blocks."""
+    n_heads: int = 4
+    """Query heads of a block."""
+    n_kv_heads: int | None = None
+    """Key and value heads of a block; must divide n_heads. Unset: n_heads."""
+    head_dim: int | None = None
+    """Width of a head, even. Unset: d_model / n_heads."""
+    ffn_dim: int = 688
+    """Width of the SwiGLU feed-forward layer."""
+    max_seq_len: int = 512
+    """Longest context in positions; always data.seq_len."""
+    tie_embeddings: bool = True
+    """Use one matrix for the embedding and the head."""
+    dropout: float = 0.0
+    """Share of activations dropped after the embedding and at each branch's end, 0 <= p < 1."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights inside the blocks; branch ends are scaled down."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "ffn_dim", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"model.config.{name} is {getattr(self, name)}: must be at least 1"
+                )
+        if self.head_dim is None and self.d_model % self.n_heads:
+            raise ValueError(
+                f"model.config.d_model is {self.d_model} and n_heads is {self.n_heads}: d_model "
+                "must be divisible by n_heads; change one of them or give model.config.head_dim"
+            )
+        if self.head_size < 2 or self.head_size % 2:
+            raise ValueError(
+                f"model.config.head_dim is {self.head_size}: rotary embedding turns pairs of "
+                "values, so it must be even; change d_model, n_heads or head_dim"
+            )
+        if self.kv_heads < 1 or self.n_heads % self.kv_heads:
+            raise ValueError(
+                f"model.config.n_kv_heads is {self.kv_heads} and n_heads is {self.n_heads}: "
+                "n_kv_heads must divide n_heads"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(
+                f"model.config.dropout is {self.dropout}: must be at least 0 and below 1"
+            )
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"model.config.{name} is {getattr(self, name)}: must be above 0")
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head, given or derived."""
+        return self.d_model // self.n_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, given or derived."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+
+class KVCache:
+    """Keys and values of the positions seen so far, for all layers.
+
+    Shapes: `keys`, `values` (L, B, K, max_seq_len, H); `length` positions are filled.
+    """
+
+    def __init__(self, config: ModelConfig, batch_size: int, like: Tensor) -> None:
+        shape = (config.n_layers, batch_size, config.kv_heads, config.max_seq_len, config.head_size)
+        self.keys = like.new_zeros(shape)
+        self.values = like.new_zeros(shape)
+        self.length = 0
+
+    def append(
+        self, layer: int, key: Float[Tensor, "B K T H"], value: Float[Tensor, "B K T H"]
+    ) -> tuple[Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
+        """Store a layer's new keys and values and return all of its own so far."""
+        end = self.length + key.shape[2]
+        self.keys[layer, :, :, self.length : end] = key
+        self.values[layer, :, :, self.length : end] = value
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with statistics in fp32.
+
+    Source: arXiv:1910.07467.
+    """
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*batch D"]) -> Float[Tensor, "*batch D"]:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * scale).type_as(x) * self.weight
+
+
+def rotary_table(config: ModelConfig) -> Float[Tensor, "2 T H"]:
+    """Cosines and sines of every position's angles, each half-width repeated twice.
+
+    Source: RoFormer, arXiv:2104.09864, in the half-split layout of Llama's published weights.
+    """
+    exponent = torch.arange(0, config.head_size, 2, dtype=torch.float64) / config.head_size
+    angle = torch.outer(torch.arange(config.max_seq_len).double(), config.rope_theta**-exponent)
+    angle = torch.cat((angle, angle), dim=-1)  # (T, H)
+    return torch.stack((angle.cos(), angle.sin())).float()
+
+
+def rotate(x: Float[Tensor, "B N T H"], rotary: Float[Tensor, "2 T H"]) -> Float[Tensor, "B N T H"]:
+    """Turn each (first half, second half) pair of values by its position's angle, in fp32."""
+    cos, sin = rotary
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions.
+
+    Source: arXiv:2305.13245 (grouped queries).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        self.grouped = config.kv_heads != config.n_heads
+        queries, kv = config.n_heads * config.head_size, config.kv_heads * config.head_size
+        self.q_proj = nn.Linear(config.d_model, queries, bias=False)
+        self.k_proj = nn.Linear(config.d_model, kv, bias=False)
+        self.v_proj = nn.Linear(config.d_model, kv, bias=False)
+        self.o_proj = nn.Linear(queries, config.d_model, bias=False)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        rotary: Float[Tensor, "2 T H"],
+        cache: KVCache | None = None,
+        layer: int = 0,
+    ) -> Float[Tensor, "B T D"]:
+        heads = (*x.shape[:2], -1, self.head_size)
+        q = rotate(self.q_proj(x).view(heads).transpose(1, 2), rotary)  # (B, N, T, H)
+        k = rotate(self.k_proj(x).view(heads).transpose(1, 2), rotary)  # (B, K, T, H)
+        v = self.v_proj(x).view(heads).transpose(1, 2)
+        mask = None
+        if cache is not None:
+            k, v = cache.append(layer, k, v)
+            # A query sees the cached positions and those of its own block up to itself.
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=x.device)
+            mask = mask.tril(diagonal=cache.length)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped
+        )
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward layer.
+
+    Source: arXiv:2002.05202.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.d_model, config.ffn_dim, bias=False)
+        self.up_proj = nn.Linear(config.d_model, config.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(config.ffn_dim, config.d_model, bias=False)
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One decoder layer: attention and feed-forward, each normed before and added after."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.d_model, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.d_model, config.norm_eps)
+        self.mlp = MLP(config)
+        self.dropout = config.dropout
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        rotary: Float[Tensor, "2 T H"],
+        cache: KVCache | None = None,
+        layer: int = 0,
+    ) -> Float[Tensor, "B T D"]:
+        branch = self.self_attn(self.input_layernorm(x), rotary, cache, layer)
+        x = x + F.dropout(branch, self.dropout, self.training)
+        branch = self.mlp(self.post_attention_layernorm(x))
+        return x + F.dropout(branch, self.dropout, self.training)
+
+
+class Trunk(nn.Module):
+    """Everything below the head: token ids to normed hidden states."""
+
+    rotary: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.dropout = config.dropout
+        self.register_buffer("rotary", rotary_table(config), persistent=False)
+
+    def forward(
+        self, ids: Int[Tensor, "B T"], cache: KVCache | None = None
+    ) -> Float[Tensor, "B T D"]:
+        start = 0 if cache is None else cache.length
+        if start + ids.shape[1] > self.rotary.shape[1]:
+            raise ValueError(
+                f"{start + ids.shape[1]} positions are more than max_seq_len "
+                f"{self.rotary.shape[1]}: give a shorter input"
+            )
+        rotary = self.rotary[:, start : start + ids.shape[1]]
+        x = F.dropout(self.embed_tokens(ids), self.dropout, self.training)
+        for layer, block in enumerate(self.layers):
+            x = block(x, rotary, cache, layer)
+        if cache is not None:
+            cache.length += ids.shape[1]
+        return self.norm(x)
+
+
+class LM(nn.Module):
+    """Causal language model.
+
+    Its head is the matrix `head_weight` (V, D): a loss takes it together with the hidden
+    states of `model`, so that logits need never be whole in memory.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        self.lm_head = (
+            None
+            if config.tie_embeddings
+            else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        )
+        self.reset_parameters()
+
+    @property
+    def head_weight(self) -> Float[Tensor, "V D"]:
+        """Output matrix: the head's own, or the embedding's when tied."""
+        return (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw new weights from torch's global generator.
+
+        The normed hidden state has length √D, so a head of standard deviation s gives logits of
+        variance D·s² and a first loss of ln V + D·s²/2. s = √(0.1/D) keeps that at ln V + 0.05
+        for every width, where a fixed 0.02 would start a wide model far above ln V.
+        """
+        config = self.config
+        end_std = config.init_std / math.sqrt(2 * config.n_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                nn.init.ones_(parameter)
+            elif parameter is self.head_weight:
+                nn.init.normal_(parameter, std=math.sqrt(0.1 / config.d_model))
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.normal_(parameter, std=end_std)
+            else:
+                nn.init.normal_(parameter, std=config.init_std)
+
+    def forward(
+        self, ids: Int[Tensor, "B T"], cache: KVCache | None = None
+    ) -> Float[Tensor, "B T V"]:
+        """Logits of every position; with a cache, `ids` are the positions after those in it."""
+        return F.linear(self.model(ids, cache), self.head_weight)
+
+
+def plain_keys(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names without the prefixes of torch.compile (`_orig_mod.`) and DDP (`module.`)."""
+    return {
+        name.replace("_orig_mod.", "").removeprefix("module."): tensor
+        for name, tensor in weights.items()
+    }

@@ -1,0 +1,307 @@
+"""The causal LM as a LightningModule: loss, optimizer, schedule and the figures of a step."""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import math
+import shutil
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from jaxtyping import Int
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step, softmax_step_eager
+from lm.model import LM, ModelConfig, plain_keys
+from lm.optim import OptimConfig, build_optimizer, use_fused
+from lm.schedule import warmup_cosine, warmup_steps
+
+# On CUDA the count of skipped updates is looked at every so many steps: a look is a sync.
+CUDA_CHECK_STEPS = 10
+
+
+class TokenSource(Protocol):
+    """What the module asks of a datamodule, if it has it."""
+
+    token_bytes: Tensor | None
+    """UTF-8 bytes of each token id (V,), for bits per byte."""
+
+
+def stream_seed(*values: int) -> int:
+    """Seed of the random stream that belongs to these integers alone."""
+    digest = hashlib.blake2b(repr(values).encode("utf-8"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def can_compile(device: str) -> bool:
+    """Whether torch.compile finds what it needs: a C++ compiler on a CPU, Triton on CUDA."""
+    if device == "cuda":
+        return importlib.util.find_spec("triton") is not None
+    return device == "cpu" and any(map(shutil.which, ("c++", "g++", "clang++")))
+
+
+class LMModule(LightningModule):
+    """Causal language model that learns by next-token cross-entropy.
+
+    Loss and gradient are means over the real targets of a whole optimizer step, however it was
+    cut into ranks, micro-batches and padding.
+    """
+
+    net: LM
+
+    def __init__(
+        self,
+        *,
+        config: ModelConfig = ModelConfig(),
+        optim: OptimConfig = OptimConfig(),
+        compile: bool | Literal["auto"] = "auto",
+        max_skipped_steps: int = 10,
+        seed: int = 0,
+    ) -> None:
+        """Settings only: the network is built in `configure_model`.
+
+        Args:
+            config: Shape of the network.
+            optim: Optimizer and schedule.
+            compile: Compile the network and the loss for training. auto: where torch.compile
+                finds a compiler. Off gives readable errors.
+            max_skipped_steps: Stop after this many updates in a row with a gradient that is not
+                finite. Such updates are skipped: weights and moments stay as they were.
+            seed: Of initial weights and dropout; always seed_everything.
+        """
+        super().__init__()
+        if max_skipped_steps < 1:
+            raise ValueError(
+                f"model.max_skipped_steps is {max_skipped_steps}: must be at least 1, or the run "
+                "would stop before its first update"
+            )
+        self.config = config
+        self.optim_config = optim
+        self.compile_setting = compile
+        self.max_skipped_steps = max_skipped_steps
+        self.seed = seed
+        self.fused = False
+        self.compiled = False
+        self.token_bytes: Tensor | None = None
+        self.validation_figures: dict[str, float] = {}
+        self.loss_step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = softmax_step_eager
+        self._step_figures: dict[str, Tensor | float] = {}
+        self._window = self._totals = torch.zeros(0)
+        self._divisor = 0
+        self._skipped = torch.zeros(2, dtype=torch.int64)  # in a row, in all
+
+    def contract(self) -> dict[str, Any]:
+        """Settings that a resumed run is compared by, under their configuration keys."""
+        # The context length is data.seq_len; one fact is compared once.
+        config = dataclasses.asdict(self.config)
+        del config["max_seq_len"]
+        optim = dataclasses.asdict(self.optim_config) | {"betas": list(self.optim_config.betas)}
+        return {
+            **{f"model.config.{name}": value for name, value in config.items()},
+            **{f"model.optim.{name}": value for name, value in optim.items() if name != "fused"},
+            "model.optim.fused": self.fused,
+            "model.compile": self.compiled,
+            "seed_everything": self.seed,
+        }
+
+    # Set-up
+
+    def setup(self, stage: str) -> None:
+        device = self.trainer.strategy.root_device.type
+        source = cast(TokenSource | None, getattr(self.trainer, "datamodule", None))
+        self.token_bytes = getattr(source, "token_bytes", None)
+        if stage != "fit":
+            return
+        self.fused = use_fused(self.optim_config.fused, device, str(self.trainer.precision))
+        # Fails here, before the network is built, where the warm-up does not fit the run.
+        warmup_steps(self.optim_config.warmup, self.trainer.max_steps)
+        if self.compile_setting is True and not can_compile(device):
+            raise ValueError(
+                f"model.compile is true, but torch.compile finds no compiler for {device} (a C++ "
+                "compiler on a CPU, Triton on CUDA); install one or set model.compile to false"
+            )
+        self.compiled = self.compile_setting is not False and can_compile(device)
+
+    def configure_model(self) -> None:
+        if hasattr(self, "net"):
+            return
+        # On the CPU whatever the device, from a generator of its own: equal weights everywhere.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(self.seed)
+            self.net = LM(self.config)
+        if self.compiled:
+            # In place, so that no key of the state dict carries a prefix.
+            self.net.model.compile(dynamic=False)
+            self.loss_step = torch.compile(softmax_step, dynamic=False)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = build_optimizer(self.net, self.optim_config, self.fused)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_multiplier())
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def _lr_multiplier(self) -> Callable[[int], float]:
+        max_steps = self.trainer.max_steps
+        return functools.partial(
+            warmup_cosine,
+            warmup=warmup_steps(self.optim_config.warmup, max_steps),
+            max_steps=max_steps,
+            min_ratio=self.optim_config.min_lr_ratio,
+        )
+
+    # Training
+
+    def loss(self, batch: dict[str, Int[Tensor, "B L"]]) -> tuple[Tensor, Int[Tensor, "B T"]]:
+        """Sum of cross-entropies in nats of a batch, and its targets."""
+        inputs, targets = shift(batch["input_ids"], batch["labels"])
+        hidden = self.net.model(inputs)
+        return cross_entropy_sum(
+            hidden, self.net.head_weight, targets, step=self.loss_step
+        ), targets
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        micro_step = batch_idx % self.trainer.accumulate_grad_batches
+        if self.config.dropout:
+            # The step is the random state: nothing to store, nothing else can disturb it.
+            torch.manual_seed(
+                stream_seed(self.seed, self.trainer.global_step, micro_step, self.global_rank)
+            )
+        total, targets = self.loss(batch)
+        if micro_step == 0:
+            self._window = torch.zeros(2, dtype=self._wide, device=self.device)
+        self._window += torch.stack((total.detach(), (targets != IGNORE_INDEX).sum()))
+        # The divisor is the same for every micro-batch; `configure_gradient_clipping` corrects
+        # it to the number of real targets of the whole step.
+        self._divisor = targets.numel() * self.trainer.accumulate_grad_batches
+        return total / targets.numel()
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.float32 if self.device.type == "mps" else torch.float64
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Measure the total L2 norm, then scale gradients once: token mean and clip together.
+
+        A step whose norm is not finite is skipped. The fused optimizer is told by its `found_inf`
+        tensor, without a sync; for the others the gradients are taken away.
+        """
+        named = [(n, p) for n, p in self.net.named_parameters() if p.grad is not None]
+        gradients = [cast(Tensor, p.grad) for _, p in named]
+        total, targets = cast(Tensor, self.trainer.strategy.reduce(self._window, reduce_op="sum"))
+        # Undo what the backward passes divided by (DDP adds the world size) and divide rightly.
+        scale = (self._divisor * self.trainer.world_size / targets.clamp(min=1)).float()
+        norm = torch.nn.utils.get_total_norm(gradients) * scale
+        factor = scale
+        if gradient_clip_val:
+            factor = scale * (gradient_clip_val / (norm + 1e-6)).clamp(max=1.0)
+        finite = torch.isfinite(norm)
+        self._count_skipped(finite, named)
+        if self.fused:
+            optimizer.found_inf = (~finite).float()  # pyright: ignore[reportAttributeAccessIssue]
+        elif not finite:
+            for _, parameter in named:
+                parameter.grad = None
+        # On a CPU the look at the factor is free and the pass over all gradients is not.
+        if self.device.type != "cpu" or factor != 1:
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+        self._step_figures = {
+            "train/loss": total / targets.clamp(min=1),
+            "optim/lr": optimizer.param_groups[0]["lr"],
+            "optim/grad_norm": norm,
+        }
+
+    def _count_skipped(self, finite: Tensor, named: list[tuple[str, torch.nn.Parameter]]) -> None:
+        self._skipped = self._skipped.to(finite.device)
+        in_row, in_all = self._skipped
+        self._skipped = torch.stack(
+            (torch.where(finite, 0, in_row + 1), in_all + (~finite).to(torch.int64))
+        )
+        step = self.trainer.global_step + 1
+        if finite.device.type == "cuda" and self.fused and step % CUDA_CHECK_STEPS:
+            return
+        skipped = int(self._skipped[0])
+        if skipped >= self.max_skipped_steps:
+            bad = [n for n, p in named if p.grad is not None and not p.grad.isfinite().all()]
+            names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+            root = self.trainer.default_root_dir
+            raise RuntimeError(
+                f"the gradient was not finite in {skipped} steps in a row (bad now: {names}); the "
+                f"last finite step was {step - skipped}. Go on from the last checkpoint with a "
+                f"lower rate: lightning fit --config {root}/config.yaml "
+                f"--model.optim.lr {self.optim_config.lr / 3:.2g}"
+            )
+
+    def step_figures(self) -> dict[str, float]:
+        """Loss, learning rate and gradient norm before clipping of the last finished step."""
+        figures = {name: float(value) for name, value in self._step_figures.items()}
+        if skipped := int(self._skipped[1]):
+            figures["optim/skipped_steps"] = skipped
+        return figures
+
+    # Validation
+
+    def on_validation_start(self) -> None:
+        loaders = self.trainer.num_val_batches
+        # Of each loader: loss in nats, targets, bytes of the targets.
+        self._totals = torch.zeros(len(loaders), 3, dtype=self._wide, device=self.device)
+
+    def validation_step(
+        self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        total, targets = self.loss(batch)
+        real = targets[targets != IGNORE_INDEX]
+        n_bytes = torch.zeros((), dtype=torch.int64, device=self.device)
+        if self.token_bytes is not None:
+            self.token_bytes = self.token_bytes.to(self.device)
+            n_bytes = self.token_bytes[real].sum()
+        self._totals[dataloader_idx] += torch.stack(
+            (total, torch.tensor(real.numel(), device=self.device), n_bytes)
+        )
+
+    def on_validation_epoch_end(self) -> None:
+        totals = cast(Tensor, self.trainer.strategy.reduce(self._totals, reduce_op="sum")).tolist()
+        loss, targets, n_bytes = totals[0]
+        mean = loss / max(targets, 1)
+        figures = {"val/loss": mean, "val/perplexity": math.exp(min(mean, 700))}
+        if n_bytes:
+            # Losses of all targets, ends of documents too, over the bytes of the text alone.
+            figures["val/bits_per_byte"] = loss / math.log(2) / n_bytes
+        if len(totals) > 1:
+            figures["train/eval_loss"] = totals[1][0] / max(totals[1][1], 1)
+        self.validation_figures = figures
+
+    # Checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["model_config"] = dataclasses.asdict(self.config)
+        checkpoint["skipped_steps"] = self._skipped.tolist()
+        checkpoint["train_loss"] = self.step_figures().get("train/loss")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = plain_keys(checkpoint["state_dict"])
+        self._skipped = torch.tensor(checkpoint.get("skipped_steps", [0, 0]))
+        if self.trainer.training:
+            self._keep_own_settings(checkpoint)
+
+    def _keep_own_settings(self, checkpoint: dict[str, Any]) -> None:
+        """Put today's settings over the stored ones, which restoring would bring back silently."""
+        optim = self.optim_config
+        rate = optim.lr * self._lr_multiplier()(checkpoint["global_step"])
+        for state in checkpoint["optimizer_states"]:
+            decays = (optim.weight_decay, 0.0)
+            for group, decay in zip(state["param_groups"], decays, strict=True):
+                group |= {"lr": rate, "initial_lr": optim.lr, "weight_decay": decay}
+                group |= {"betas": optim.betas, "eps": optim.eps, "fused": self.fused}
+        for schedule in checkpoint["lr_schedulers"]:
+            groups = len(schedule["base_lrs"])
+            schedule |= {"base_lrs": [optim.lr] * groups, "_last_lr": [rate] * groups}

@@ -1,0 +1,34 @@
+"""The rule that keeps the three folders apart."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("lm", "data", "callbacks")
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names of everything that a file imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add((node.module or "").split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folder_imports_no_other_folder(folder: str):
+    files = sorted((ROOT / folder).glob("*.py"))
+    assert files
+    others = {*FOLDERS, "cli", "tests", "benchmarks"} - {folder}
+    assert {str(path): imported(path) & others for path in files if imported(path) & others} == {}
+
+
+def test_only_module_py_of_lm_imports_lightning():
+    found = {p.name for p in (ROOT / "lm").glob("*.py") if "lightning" in imported(p)}
+    assert found == {"module.py"}

@@ -1,0 +1,300 @@
+"""The command line: what it refuses, how it says so, and what it prints."""
+
+from pathlib import Path
+
+import pytest
+
+import cli
+from conftest import Lightning, RunYaml
+
+
+def refusal(lightning: Lightning, *argv: object) -> str:
+    """The one error line of a command that a user got wrong."""
+    code, out, err = lightning(*argv)
+    assert code == 2, err
+    assert out == ""
+    assert "Traceback" not in err
+    lines = err.splitlines()
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
+    return lines[-1]
+
+
+def test_help_lists_every_command_with_its_purpose(lightning: Lightning):
+    code, out, _ = lightning("--help")
+    assert code == 0
+    for name, run in cli.COMMANDS.items():
+        assert f"  {name:<10}{(run.__doc__ or '').splitlines()[0]}" in out
+
+
+def test_no_command_is_a_mistake(lightning: Lightning):
+    code, out, _ = lightning()
+    assert code == 2
+    assert out.startswith("usage: lightning COMMAND")
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["fitt"], "fitt is not a command; did you mean fit?"),
+        (["--config", "x.yaml", "fit"], "--config is not a command; the command comes first"),
+    ],
+)
+def test_unknown_command_is_named(lightning: Lightning, argv: list[str], hint: str):
+    assert hint in refusal(lightning, *argv)
+
+
+def test_help_of_fit_shows_unit_and_rule_of_a_field(lightning: Lightning):
+    code, out, _ = lightning("fit", "--help")
+    assert code == 0
+    assert "--model.config.d_model D_MODEL" in out
+    assert "Width of the residual stream." in out
+    assert "--data.total_tokens" in out
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            {"model.optim.learning_rat": 1e-3},
+            ["model.optim.learning_rat is not a known key", "did you mean"],
+        ),
+        (
+            {"model.config.d_modl": 8},
+            ["model.config.d_modl is not", "did you mean model.config.d_model?"],
+        ),
+        ({"lr": 1e-3}, ["lr is not a known key", "lr belongs at model.optim.lr"]),
+        ({"optimizer.lr": 1e-3}, ["lr belongs at model.optim.lr"]),
+        ({"trainer.seq_len": 8}, ["seq_len belongs at data.seq_len"]),
+        ({"modle.config.d_model": 8}, ["d_model belongs at model.config.d_model"]),
+        ({"trainer.zzz": 8}, ["trainer.zzz is not a known key", "keys of trainer"]),
+    ],
+)
+def test_unknown_key_of_a_file_is_named_with_its_place(
+    lightning: Lightning, run_yaml: RunYaml, overrides: dict, parts: list[str]
+):
+    line = refusal(lightning, "fit", "--config", run_yaml(overrides))
+    for part in parts:
+        assert part in line
+
+
+def test_unknown_option_of_the_command_line_is_named(lightning: Lightning, run_yaml: RunYaml):
+    line = refusal(lightning, "fit", "--config", run_yaml(), "--model.config.d_modl", 4)
+    assert "did you mean model.config.d_model?" in line
+
+
+def test_unknown_key_is_refused_by_prepare_too(lightning: Lightning, run_yaml: RunYaml):
+    line = refusal(lightning, "prepare", "--config", run_yaml({"data.seq_length": 8}))
+    assert "did you mean data.seq_len?" in line
+
+
+def test_key_written_twice_names_both_values_and_the_line(lightning: Lightning, tmp_path: Path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("data:\n  seq_len: 16\n  seq_len: 32\n", encoding="utf-8")
+    line = refusal(lightning, "fit", "--config", path)
+    assert f"{path}: key 'seq_len' is written twice, with 16 and 32" in line
+    assert "line 3" in line
+
+
+def test_missing_file_is_named(lightning: Lightning, tmp_path: Path):
+    line = refusal(lightning, "fit", "--config", tmp_path / "none.yaml")
+    assert f"--config {tmp_path / 'none.yaml'} does not exist" in line
+
+
+@pytest.mark.parametrize(("text", "part"), [("a: [1", "line 1"), ("word", "holds no keys")])
+def test_file_that_is_no_configuration_is_refused(
+    lightning: Lightning, tmp_path: Path, text: str, part: str
+):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text, encoding="utf-8")
+    line = refusal(lightning, "fit", "--config", path)
+    assert str(path) in line
+    assert part in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ({"model.config.max_seq_len": 99}, ["max_seq_len is 99", "data.seq_len (16)"]),
+        ({"data.vocab_size": 99}, ["data.vocab_size is 99", "model.config.vocab_size (320)"]),
+        ({"model.seed": 9}, ["model.seed is 9", "seed_everything (1337)"]),
+    ],
+)
+def test_linked_key_with_another_value_is_refused(
+    lightning: Lightning, run_yaml: RunYaml, overrides: dict, parts: list[str]
+):
+    line = refusal(lightning, "fit", "--config", run_yaml(overrides))
+    for part in parts:
+        assert part in line
+
+
+def test_linked_key_on_the_command_line_is_refused(lightning: Lightning, run_yaml: RunYaml):
+    line = refusal(lightning, "fit", "--config", run_yaml(), "--model.config.max_seq_len", 99)
+    assert "data.seq_len" in line
+
+
+# Values
+
+
+@pytest.mark.parametrize("value", ["3e-4", "3.0e-4", "0.0003", "3E-4"])
+def test_number_with_exponent_is_a_number_in_a_file(value: str):
+    assert cli.load_yaml(f"model:\n  optim:\n    lr: {value}\n")["model"]["optim"]["lr"] == 3e-4
+
+
+@pytest.mark.parametrize("value", ["1e3", "1E+3", "1000"])
+def test_whole_number_with_exponent_is_whole_in_a_file(value: str):
+    steps = cli.load_yaml(f"trainer:\n  max_steps: {value}\n")["trainer"]["max_steps"]
+    assert steps == 1000
+    assert type(steps) is int
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("1e3", "1000"),
+        ("--data.total_tokens=10e9", "--data.total_tokens=10000000000"),
+        ("3e-4", "3e-4"),
+        ("1.5e3", "1.5e3"),
+        ("runs/1e3", "runs/1e3"),
+    ],
+)
+def test_whole_number_with_exponent_is_whole_on_the_command_line(text: str, plain: str):
+    assert cli.whole_number(text) == plain
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ({"model.optim.lr": "fast"}, ["lr", "fast", "float"]),
+        ({"trainer.max_steps": 10.5}, ["max_steps", "10.5", "int"]),
+        ({"trainer.precision": "fp8"}, ["precision", "fp8", "bf16-mixed"]),
+        ({"trainer.accumulate_grad_batches": 2.5}, ["accumulate_grad_batches", "2.5"]),
+        ({"model.config.d_model": 30, "model.config.n_heads": 4}, ["30", "4", "divisible"]),
+        ({"model.config.d_model": 6, "model.config.n_heads": 2}, ["head_dim is 3", "even"]),
+        ({"model.optim.warmup": 1.0}, ["warmup is 1.0", "below 1"]),
+        ({"model.optim.warmup": 6}, ["warmup is 6", "max_steps is 6", "smaller"]),
+        ({"data.epochs": 2}, ["given 2 times", "trainer.max_steps 6", "data.epochs 2"]),
+        ({"trainer.max_steps": ...}, ["given 0 times", "data.total_tokens"]),
+        ({"trainer.max_steps": 0}, ["max_steps is 0", "at least 1"]),
+        ({"trainer.limit_train_batches": 4}, ["limit_train_batches", "max_steps"]),
+        ({"trainer.strategy": "fsdp"}, ["fsdp", "ddp"]),
+        ({"trainer.precision": "16-mixed"}, ["16-mixed", "GPU", "bf16-mixed"]),
+        ({"data.seq_len": 100000}, ["100000", "needs at least 100001"]),
+        ({"model.config.vocab_size": 200}, ["vocab_size is 200", "has 300 ids", "at least 300"]),
+        ({"data.path": "nowhere", "data.corpus": ...}, ["nowhere", "lacks train.bin", "prepare"]),
+        ({"seed_everything": "yes"}, ["seed_everything", "int"]),
+    ],
+)
+def test_value_against_a_rule_is_refused_before_any_work(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, overrides: dict, parts: list[str]
+):
+    line = refusal(lightning, "fit", "--config", run_yaml(overrides))
+    for part in parts:
+        assert part in line
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+
+
+def test_section_without_keys_is_no_section(lightning: Lightning, run_yaml: RunYaml):
+    path = run_yaml({"checkpoint.every_n_steps": ..., "trainer.fast_dev_run": 1})
+    path.write_text(path.read_text(encoding="utf-8").replace("checkpoint: {}", "checkpoint:"))
+    assert "checkpoint:\n" in path.read_text(encoding="utf-8")
+    code, _, err = lightning("fit", "--config", path)
+    assert code == 0, err
+
+
+def test_bug_of_ours_keeps_its_traceback(lightning: Lightning, monkeypatch: pytest.MonkeyPatch):
+    def broken(argv: list[str]) -> None:
+        """Break."""
+        int("x")  # a ValueError that nobody raised on purpose
+
+    monkeypatch.setitem(cli.COMMANDS, "broken", broken)
+    code, _, err = lightning("broken")
+    assert code == 1
+    assert "Traceback" in err
+
+
+# What a run prints and leaves
+
+
+def test_run_prints_its_steps_and_leaves_its_folder(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    code, _, err = lightning("fit", "--config", run_yaml())
+    assert code == 0, err
+    lines = err.splitlines()
+    assert lines[0] == f"starting at step 0: {tmp_path / 'run'} holds no checkpoint"
+    assert lines[-1] == f"done: 6 steps in {tmp_path / 'run'}"
+    assert sum("val loss" in line and "bits per byte" in line for line in lines) == 2
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names >= {"config.yaml", "checkpoints", "tensorboard", "metrics.csv", "run.json"}
+
+
+def test_console_holds_nothing_of_the_libraries(lightning: Lightning, run_yaml: RunYaml):
+    _, out, err = lightning("fit", "--config", run_yaml())
+    assert out == ""
+    for word in ("GPU available", "Tip", "litlogger", "Warning", "Seed set", "LOCAL_RANK"):
+        assert word not in err
+
+
+def test_saved_configuration_starts_the_same_run(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    lightning("fit", "--config", run_yaml())
+    saved = tmp_path / "run" / "config.yaml"
+    other = ["--trainer.default_root_dir", tmp_path / "again"]
+    code, _, err = lightning("fit", "--config", saved, *other)
+    assert code == 0, err
+    first, second = (tmp_path / name / "metrics.csv" for name in ("run", "again"))
+    columns = [path.read_text(encoding="utf-8").split(",")[:3] for path in (first, second)]
+    assert columns[0] == columns[1]
+
+
+def test_new_run_in_a_used_folder_is_refused(lightning: Lightning, run_yaml: RunYaml):
+    lightning("fit", "--config", run_yaml())
+    line = refusal(lightning, "fit", "--config", run_yaml({"ckpt_path": None}))
+    assert "already holds checkpoints (step 6)" in line
+    assert "--ckpt_path last" in line
+
+
+def test_finished_run_says_so_and_is_no_error(lightning: Lightning, run_yaml: RunYaml):
+    lightning("fit", "--config", run_yaml())
+    code, _, err = lightning("fit", "--config", run_yaml())
+    assert code == 0
+    assert err.splitlines()[-1] == "finished at step 6 of 6"
+
+
+def test_run_beyond_its_end_is_refused(lightning: Lightning, run_yaml: RunYaml):
+    lightning("fit", "--config", run_yaml())
+    line = refusal(lightning, "fit", "--config", run_yaml({"trainer.max_steps": 4}))
+    assert "the run is at step 6 and max_steps is 4" in line
+
+
+def test_dry_run_leaves_nothing(lightning: Lightning, run_yaml: RunYaml, tmp_path: Path):
+    code, _, err = lightning("fit", "--config", run_yaml({"trainer.fast_dev_run": 2}))
+    assert code == 0, err
+    assert "step 2/2" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_validate_prints_the_figures_of_the_newest_checkpoint(
+    lightning: Lightning, run_yaml: RunYaml
+):
+    _, _, trained = lightning("fit", "--config", run_yaml())
+    code, out, err = lightning("validate", "--config", run_yaml())
+    assert code == 0, err
+    last = [line for line in trained.splitlines() if line.startswith("step 6 · val loss")]
+    assert [line for line in (out + err).splitlines() if "val loss" in line] == last
+
+
+def test_validate_without_checkpoint_is_refused(lightning: Lightning, run_yaml: RunYaml):
+    assert "holds no checkpoint" in refusal(lightning, "validate", "--config", run_yaml())
+
+
+def test_validate_does_not_touch_the_curve(lightning: Lightning, run_yaml: RunYaml, tmp_path: Path):
+    lightning("fit", "--config", run_yaml())
+    before = (tmp_path / "run" / "metrics.csv").read_bytes()
+    lightning("validate", "--config", run_yaml())
+    assert (tmp_path / "run" / "metrics.csv").read_bytes() == before

@@ -1,0 +1,228 @@
+"""The chunked loss against the plain one, and where a careless one is wrong."""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import references
+import torch
+from torch import Tensor
+
+from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step, softmax_step_eager
+
+Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+both_steps = pytest.mark.parametrize("step", [softmax_step, softmax_step_eager])
+
+
+class Case(NamedTuple):
+    hidden: Tensor  # (B, T, D)
+    weight: Tensor  # (V, D)
+    targets: Tensor  # (B, T)
+
+
+class Result(NamedTuple):
+    loss: Tensor
+    hidden_grad: Tensor
+    weight_grad: Tensor
+
+
+def draw(logit_scale: float = 1.0) -> Case:
+    generator = torch.Generator().manual_seed(0)
+    hidden = logit_scale * torch.randn(2, 5, 12, generator=generator)
+    weight = torch.randn(11, 12, generator=generator)
+    return Case(hidden, weight, torch.randint(11, (2, 5), generator=generator))
+
+
+def without_some_targets() -> Case:
+    hidden, weight, targets = draw()
+    targets[0, 1:3] = targets[1, 4] = IGNORE_INDEX
+    return Case(hidden, weight, targets)
+
+
+def confident() -> Case:
+    """Hidden states along their target's row: every probability is near its mean of 0.9993."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.linalg.qr(torch.randn(64, 61, generator=generator)).Q.T  # (V, D)
+    targets = torch.randint(61, (3, 29), generator=generator)
+    # One length for all would round every logit to bf16 in the same direction.
+    length = 10.9 + torch.rand(3, 29, 1, generator=generator)
+    return Case(length * weight[targets], weight, targets)
+
+
+def run(case: Case, loss: Callable[..., Tensor], *options: object) -> Result:
+    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    total = loss(hidden, weight, case.targets, *options)
+    total.backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return Result(total.detach(), hidden.grad, weight.grad)
+
+
+def run_in_bf16(case: Case, step: Step) -> Result:
+    with torch.autocast("cpu", torch.bfloat16):
+        return run(case, cross_entropy_sum, 20, step)
+
+
+def relative_error(measured: Tensor, expected: Tensor) -> float:
+    return ((measured - expected).norm() / expected.norm()).item()
+
+
+def softmax_step_in_bf16(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """What an unsound kernel does: softmax and p - 1 in the logits' own type."""
+    share = logits.softmax(dim=1)
+    loss = -share.gather(1, targets.unsqueeze(1)).squeeze(1).log()
+    return loss, share.scatter_add(1, targets.unsqueeze(1), torch.full_like(share[:, :1], -1))
+
+
+# Values and gradients
+
+
+@both_steps
+@pytest.mark.parametrize("chunk_rows", [1, 4, 10, 1024], ids="{}_rows".format)
+@pytest.mark.parametrize(
+    "case",
+    [draw(), without_some_targets(), confident(), draw(logit_scale=1e-3), draw(logit_scale=20)],
+    ids=["random", "ignored rows", "confident", "small logits", "large logits"],
+)
+def test_loss_and_gradients_equal_the_plain_ones(case: Case, chunk_rows: int, step: Step) -> None:
+    wide = Case(case.hidden.double(), case.weight.double(), case.targets)
+    expected = run(wide, references.cross_entropy_sum)
+    result = run(case, cross_entropy_sum, chunk_rows, step)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+@both_steps
+def test_huge_logits_overflow_nothing(step: Step) -> None:
+    losses, gradient = step(torch.tensor([[1e30, -1e30, 0.0]]), torch.tensor([0]))
+    assert losses.tolist() == [0.0]
+    assert gradient.tolist() == [[0.0, 0.0, 0.0]]
+
+
+@both_steps
+@pytest.mark.parametrize("rows", [0, 5], ids=["no rows", "ignored rows"])
+def test_a_batch_without_targets_has_no_loss_and_no_gradient(step: Step, rows: int) -> None:
+    hidden, weight, _ = draw()
+    targets = torch.full((2, rows), IGNORE_INDEX)
+    result = run(Case(hidden[:, :rows], weight, targets), cross_entropy_sum, 4, step)
+    assert all(not value.any() for value in result)
+
+
+@both_steps
+def test_an_ignored_row_of_nan_does_not_reach_the_others(step: Step) -> None:
+    logits = torch.stack((torch.full((11,), math.nan), torch.arange(11.0)))
+    losses, gradient = step(logits, torch.tensor([IGNORE_INDEX, 3]))
+    assert losses.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+def test_both_steps_are_one_function() -> None:
+    logits, targets = torch.randn(7, 11), torch.tensor([0, 10, IGNORE_INDEX, 3, 3, 9, 1])
+    expected = softmax_step(logits.clone(), targets)
+    torch.testing.assert_close(softmax_step_eager(logits.clone(), targets), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_step_gives_the_same(dtype: torch.dtype) -> None:
+    # The shape checks of these tests stay outside what is compiled.
+    compiled = torch.compile(inspect.unwrap(softmax_step), dynamic=False)
+    logits, targets = torch.randn(7, 11).to(dtype), torch.tensor([0, 10, IGNORE_INDEX, 3, 3, 9, 1])
+    torch.testing.assert_close(compiled(logits, targets), softmax_step(logits, targets))
+
+
+def test_gradients_scale_with_that_of_the_sum() -> None:
+    once = run(draw(), cross_entropy_sum)
+    half = run(draw(), lambda *case: cross_entropy_sum(*case) / 2)
+    torch.testing.assert_close(half.hidden_grad, once.hidden_grad / 2)
+    torch.testing.assert_close(half.weight_grad, once.weight_grad / 2)
+
+
+def test_a_sum_over_two_batches_is_the_sum_of_both() -> None:
+    hidden, weight, targets = without_some_targets()
+    parts = (
+        cross_entropy_sum(hidden[:1], weight, targets[:1]),
+        cross_entropy_sum(hidden[1:], weight, targets[1:]),
+    )
+    torch.testing.assert_close(sum(parts), cross_entropy_sum(hidden, weight, targets))
+
+
+def test_a_uniform_guess_costs_ln_v() -> None:
+    loss = cross_entropy_sum(torch.zeros(2, 5, 12), torch.ones(11, 12), draw().targets)
+    assert loss.item() == pytest.approx(10 * math.log(11))
+
+
+@pytest.mark.parametrize("learns", [(True, False), (False, True)], ids=["hidden", "weight"])
+def test_one_side_may_be_frozen(learns: tuple[bool, bool]) -> None:
+    hidden, weight, targets = draw()
+    hidden.requires_grad_(learns[0])
+    weight.requires_grad_(learns[1])
+    cross_entropy_sum(hidden, weight, targets).backward()
+    assert (hidden.grad is not None, weight.grad is not None) == learns
+
+
+def test_no_gradient_is_made_without_autograd() -> None:
+    hidden, weight, targets = draw()
+    expected = cross_entropy_sum(hidden, weight, targets)
+    with torch.inference_mode():
+        assert torch.equal(cross_entropy_sum(hidden, weight, targets), expected)
+
+
+# Precision
+
+
+def test_confident_tokens_are_confident() -> None:
+    hidden, weight, targets = confident()
+    share = (hidden @ weight.T).softmax(dim=2).gather(2, targets.unsqueeze(2))
+    assert share.mean().item() == pytest.approx(0.9993, abs=5e-5)
+
+
+@both_steps
+def test_confident_tokens_have_the_right_gradient_in_bf16(step: Step) -> None:
+    expected, result = run(confident(), cross_entropy_sum), run_in_bf16(confident(), step)
+    assert relative_error(result.hidden_grad, expected.hidden_grad) < 0.05
+    assert relative_error(result.weight_grad, expected.weight_grad) < 0.05
+    assert relative_error(result.loss, expected.loss) < 0.05
+
+
+def test_confident_tokens_show_a_softmax_in_bf16_to_be_wrong() -> None:
+    expected = run(confident(), cross_entropy_sum)
+    unsound = run_in_bf16(confident(), softmax_step_in_bf16)
+    assert relative_error(unsound.hidden_grad, expected.hidden_grad) > 0.5
+
+
+@both_steps
+def test_the_loss_is_not_rounded_under_autocast(step: Step) -> None:
+    result = run_in_bf16(draw(), step)
+    assert result.loss.dtype == torch.float32
+    assert result.loss != result.loss.bfloat16()
+    assert relative_error(result.loss, run(draw(), cross_entropy_sum).loss) < 0.01
+
+
+@both_steps
+def test_gradients_have_the_types_of_their_tensors(step: Step) -> None:
+    case = Case(draw().hidden.bfloat16(), draw().weight, draw().targets)
+    result = run_in_bf16(case, step)
+    assert result.hidden_grad.dtype == torch.bfloat16
+    assert result.weight_grad.dtype == torch.float32
+
+
+def test_the_heads_gradient_is_summed_over_chunks_in_fp32() -> None:
+    # A sum of equal terms in bf16 stops growing at 256 of them.
+    case = Case(torch.ones(2, 200, 12), torch.zeros(11, 12), torch.zeros(2, 200, dtype=torch.int64))
+    expected = run(case, cross_entropy_sum)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = run(case, cross_entropy_sum, 1)
+    assert relative_error(result.weight_grad, expected.weight_grad) < 0.01
+
+
+# Shift
+
+
+def test_each_position_is_scored_against_the_next_token() -> None:
+    inputs, targets = shift(torch.arange(12).view(2, 6), torch.arange(20, 32).view(2, 6))
+    assert inputs.tolist() == [[0, 1, 2, 3, 4], [6, 7, 8, 9, 10]]
+    assert targets.tolist() == [[21, 22, 23, 24, 25], [27, 28, 29, 30, 31]]

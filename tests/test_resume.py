@@ -1,0 +1,280 @@
+"""A run that was killed ends with the very bits of one that was not.
+
+Judged by weights, moments and the rows of metrics.csv: equal losses alone prove nothing.
+"""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import Lightning, RunYaml
+from lm.schedule import warmup_cosine
+
+TIMES = {"throughput/tokens_per_sec", "time/eta_s", "memory/peak_gib"}
+STEPS = 7
+# No save and no validation falls on every step: a resume starts at each of them all the same.
+RUN = {
+    "trainer.max_steps": STEPS,
+    "trainer.val_check_interval": 3,
+    "checkpoint.every_n_steps": 1,
+    "checkpoint.keep_last": 99,
+}
+
+
+def rows(root: Path) -> list[dict[str, str]]:
+    """metrics.csv without the figures that are times."""
+    with (root / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        return [
+            {name: value for name, value in row.items() if name not in TIMES}
+            for row in csv.DictReader(file)
+        ]
+
+
+def state(root: Path, step: int = STEPS) -> dict[str, Any]:
+    path = root / "checkpoints" / f"step-{step:08d}.ckpt"
+    return torch.load(path, weights_only=True)
+
+
+def assert_same_bits(left: Any, right: Any, where: str = "") -> None:
+    """Equal structure and equal bits, all the way down."""
+    assert type(left) is type(right), where
+    if isinstance(left, dict):
+        assert left.keys() == right.keys(), where
+        for key in left:
+            assert_same_bits(left[key], right[key], f"{where}.{key}")
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right), where
+        for i, (a, b) in enumerate(zip(left, right, strict=True)):
+            assert_same_bits(a, b, f"{where}[{i}]")
+    elif isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype, where
+        assert torch.equal(left, right), where
+    else:
+        assert left == right, where
+
+
+LEARNED = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "LMDataModule")
+
+
+def assert_same_run(
+    one: Path, other: Path, step: int = STEPS, keys: tuple[str, ...] = (*LEARNED, "random_states")
+) -> None:
+    left, right = state(one, step), state(other, step)
+    assert_same_bits({key: left[key] for key in keys}, {key: right[key] for key in keys})
+    assert rows(one) == rows(other)
+
+
+def train(lightning: Lightning, run_yaml: RunYaml, root: Path, **overrides: Any) -> None:
+    config = run_yaml(RUN | {"trainer.default_root_dir": str(root)} | overrides)
+    code, _, err = lightning("fit", "--config", config)
+    assert code == 0, err
+
+
+def cut_back(root: Path, step: int) -> None:
+    """Leave the folder as a kill just after the save of that step leaves it."""
+    for path in (root / "checkpoints").iterdir():
+        if int(path.stem.split("-")[1]) > step:
+            path.unlink()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"trainer.accumulate_grad_batches": 3},
+        {"model.config.dropout": 0.1, "trainer.accumulate_grad_batches": 2},
+        {"data.windows": "random", "model.optim.fused": False},
+        {"trainer.precision": "bf16-mixed", "data.eval_train": True},
+    ],
+    ids=["plain", "accumulate", "dropout", "random-windows", "bf16"],
+)
+def test_resume_at_every_step_ends_with_the_same_bits(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, overrides: dict
+):
+    train(lightning, run_yaml, tmp_path / "whole", **overrides)
+    root = tmp_path / "killed"
+    train(lightning, run_yaml, root, **overrides)
+    for step in range(STEPS - 1, 0, -1):
+        cut_back(root, step)
+        train(lightning, run_yaml, root, **overrides)
+        assert_same_run(tmp_path / "whole", root)
+
+
+def test_resume_over_an_epoch_border_sees_every_window_once_an_epoch(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    # 3,000-odd tokens at 150 positions are some 20 windows: epochs end inside the run.
+    overrides = {"data.seq_len": 150, "data.micro_batch_size": 5, "trainer.max_steps": STEPS}
+    train(lightning, run_yaml, tmp_path / "whole", **overrides)
+    train(lightning, run_yaml, tmp_path / "killed", **overrides)
+    cut_back(tmp_path / "killed", 4)
+    train(lightning, run_yaml, tmp_path / "killed", **overrides)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_kill_before_the_first_save_starts_over_without_a_seam(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    train(lightning, run_yaml, tmp_path / "whole")
+    train(lightning, run_yaml, tmp_path / "killed")
+    cut_back(tmp_path / "killed", 0)
+    train(lightning, run_yaml, tmp_path / "killed")
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_workers_change_nothing(lightning: Lightning, run_yaml: RunYaml, tmp_path: Path):
+    train(lightning, run_yaml, tmp_path / "whole")
+    train(lightning, run_yaml, tmp_path / "killed", **{"data.num_workers": 2})
+    cut_back(tmp_path / "killed", 5)
+    train(lightning, run_yaml, tmp_path / "killed", **{"data.num_workers": 2})
+    # Starting workers draws from the generators that users' own code may use.
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", keys=LEARNED)
+
+
+def test_same_global_batch_in_another_split_goes_on_with_the_same_samples(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    two_by_two = {"data.micro_batch_size": 2, "trainer.accumulate_grad_batches": 2}
+    train(lightning, run_yaml, tmp_path / "whole", **two_by_two)
+    train(lightning, run_yaml, tmp_path / "split", **two_by_two)
+    cut_back(tmp_path / "split", 4)
+    four_by_one = {"data.micro_batch_size": 4, "trainer.accumulate_grad_batches": 1}
+    train(lightning, run_yaml, tmp_path / "split", **four_by_one)
+    for one, other in zip(rows(tmp_path / "whole"), rows(tmp_path / "split"), strict=True):
+        assert one["step"] == other["step"]
+        assert float(one["train/loss"]) == pytest.approx(float(other["train/loss"]), rel=1e-5)
+
+
+def test_changed_global_batch_is_refused_with_the_value_that_keeps_it(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    train(lightning, run_yaml, tmp_path / "run", **{"trainer.accumulate_grad_batches": 4})
+    config = run_yaml(RUN | {"data.micro_batch_size": 4, "trainer.max_steps": 9})
+    code, _, err = lightning("fit", "--config", config)
+    assert code == 2
+    assert "was 2 × 4 × 1 = 8 sequences a step and is 4 × 1 × 1 = 4 now" in err
+    assert "set trainer.accumulate_grad_batches 2 to keep it" in err
+
+
+def test_allowed_batch_change_carries_the_position_by_samples(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    root = tmp_path / "run"
+    train(lightning, run_yaml, root)
+    more = {"data.micro_batch_size": 6, "trainer.max_steps": 9, "data.allow_batch_change": True}
+    train(lightning, run_yaml, root, **more)
+    assert state(root, 9)["LMDataModule"]["samples"] == STEPS * 2 + 2 * 6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ({"model.config.n_layers": 3}, ["model.config.n_layers was 2 and is 3 now"]),
+        ({"seed_everything": 7}, ["seed_everything was 1337 and is 7 now"]),
+        ({"data.seq_len": 17}, ["data.seq_len was 16 and is 17 now"]),
+        (
+            {"data.windows": "random", "model.config.dropout": 0.1},
+            ["data.windows was shuffled and is random now", "dropout was 0.0 and is 0.1 now"],
+        ),
+    ],
+)
+def test_checkpoint_of_another_run_is_refused_naming_every_difference(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, overrides: dict, parts: list[str]
+):
+    train(lightning, run_yaml, tmp_path / "run")
+    config = run_yaml(RUN | {"trainer.max_steps": 9} | overrides)
+    code, _, err = lightning("fit", "--config", config)
+    assert code == 2
+    for part in parts:
+        assert part in err
+
+
+def test_changed_rate_is_announced_and_holds(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    root = tmp_path / "run"
+    train(lightning, run_yaml, root)
+    cut_back(root, 4)
+    config = run_yaml(RUN | {"model.optim.lr": 1e-5, "model.optim.weight_decay": 0.3})
+    code, _, err = lightning("fit", "--config", config)
+    assert code == 0, err
+    assert "changed since the checkpoint: model.optim.lr 0.0003 -> 1e-05" in err
+    groups = state(root)["optimizer_states"][0]["param_groups"]
+    assert [group["initial_lr"] for group in groups] == [1e-5, 1e-5]
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    expected = [1e-5 * warmup_cosine(step, 0, STEPS, 0.1) for step in range(4, STEPS)]
+    assert [float(row["optim/lr"]) for row in rows(root)[4:]] == pytest.approx(expected)
+
+
+def test_longer_run_goes_on_by_the_new_schedule(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    root = tmp_path / "run"
+    train(lightning, run_yaml, root)
+    code, _, err = lightning("fit", "--config", run_yaml(RUN | {"trainer.max_steps": 10}))
+    assert code == 0, err
+    assert "changed since the checkpoint: trainer.max_steps 7 -> 10" in err
+    assert [int(row["step"]) for row in rows(root)] == list(range(1, 11))
+
+
+def test_weights_with_compiler_prefix_resume(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    root = tmp_path / "run"
+    train(lightning, run_yaml, tmp_path / "whole")
+    train(lightning, run_yaml, root)
+    cut_back(root, 5)
+    path = root / "checkpoints" / "step-00000005.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    weights = checkpoint["state_dict"].items()
+    checkpoint["state_dict"] = {f"_orig_mod.{name}": tensor for name, tensor in weights}
+    torch.save(checkpoint, path)
+    train(lightning, run_yaml, root)
+    assert_same_run(tmp_path / "whole", root)
+
+
+def test_checkpoint_holds_tensors_and_plain_types_only(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    train(lightning, run_yaml, tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        checkpoint = torch.load(path, weights_only=True)
+        assert not [name for name in checkpoint["state_dict"] if "_orig_mod" in name]
+        assert checkpoint["train_loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_resume_with_compile_ends_with_the_same_bits(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    overrides = {"model.compile": True, "model.config.dropout": 0.1}
+    train(lightning, run_yaml, tmp_path / "whole", **overrides)
+    train(lightning, run_yaml, tmp_path / "killed", **overrides)
+    cut_back(tmp_path / "killed", 4)
+    train(lightning, run_yaml, tmp_path / "killed", **overrides)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_sigkill_and_the_same_command_end_with_the_same_bits(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    overrides = {"trainer.max_steps": 40, "checkpoint.keep_last": 2}
+    train(lightning, run_yaml, tmp_path / "whole", **overrides)
+    root = tmp_path / "killed"
+    config = run_yaml(RUN | {"trainer.default_root_dir": str(root)} | overrides)
+    command = [Path(sys.executable).with_name("lightning"), "fit", "--config", config]
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    for marker in (" 9/40", "21/40"):
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as run:
+            assert any(f"step {marker}" in line for line in run.stderr or ())
+            run.send_signal(signal.SIGKILL)
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    assert_same_run(tmp_path / "whole", root, 40, LEARNED)

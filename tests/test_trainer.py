@@ -1,0 +1,271 @@
+"""The Trainer: what it refuses, units of its intervals, precision for the hardware."""
+
+import re
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from callbacks.trainer import (
+    StepEdgeTimer,
+    Trainer,
+    at_step_edge,
+    choose_precision,
+    device_type,
+    validation_follows,
+)
+
+DATA_REFUSED = (
+    "trainer.limit_train_batches and trainer.overfit_batches would change which data a step sees; "
+    "shorten the run by trainer.max_steps"
+)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"max_epochs": 3},
+        "trainer.max_epochs is 3: to Lightning a run is one endless epoch; give the length by "
+        "trainer.max_steps, data.total_tokens or data.epochs",
+    ),
+    ({"limit_train_batches": 5}, DATA_REFUSED),
+    ({"limit_train_batches": 0.5}, DATA_REFUSED),
+    ({"overfit_batches": 1}, DATA_REFUSED),
+    (
+        {"gradient_clip_algorithm": "value"},
+        "trainer.gradient_clip_algorithm is value: gradients are clipped by their total norm only; "
+        "leave it out",
+    ),
+    (
+        {"reload_dataloaders_every_n_epochs": 1},
+        "trainer.reload_dataloaders_every_n_epochs would restart the data order; leave it out",
+    ),
+    (
+        {"use_distributed_sampler": True},
+        "trainer.use_distributed_sampler is true: the data order gives each rank its own; "
+        "leave it out",
+    ),
+    (
+        {"check_val_every_n_epoch": 1},
+        "trainer.check_val_every_n_epoch is 1: intervals count optimizer steps; use "
+        "trainer.val_check_interval",
+    ),
+    (
+        {"strategy": "fsdp"},
+        "trainer.strategy is fsdp: sharded strategies cannot be resumed exactly yet; use auto or "
+        "ddp",
+    ),
+    (
+        {"strategy": "deepspeed_stage_2"},
+        "trainer.strategy is deepspeed_stage_2: sharded strategies cannot be resumed exactly yet; "
+        "use auto or ddp",
+    ),
+    (
+        {"accumulate_grad_batches": 0},
+        "trainer.accumulate_grad_batches is 0; it must be at least 1 optimizer step",
+    ),
+    (
+        {"val_check_interval": 0},
+        "trainer.val_check_interval is 0; it must be at least 1 optimizer step",
+    ),
+    (
+        {"log_every_n_steps": 0},
+        "trainer.log_every_n_steps is 0; it must be at least 1 optimizer step",
+    ),
+    (
+        {"gradient_clip_val": 0.0},
+        "trainer.gradient_clip_val is 0.0; it must be above 0; null turns clipping off",
+    ),
+]
+
+
+def trainer(**options: Any) -> Trainer:
+    defaults = {"accelerator": "cpu", "precision": "32-true", "max_steps": 7}
+    return Trainer(**{"logger": False, "enable_checkpointing": False} | defaults | options)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(("options", "text"), REFUSED, ids=[str(options) for options, _ in REFUSED])
+def test_argument_that_breaks_a_promise_is_refused_with_a_way_out(options, text):
+    with pytest.raises(ValueError, match=r"; ") as refusal:
+        trainer(**options)
+    assert str(refusal.value) == text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"limit_train_batches": 1.0}, {"gradient_clip_algorithm": "norm"}, {"gradient_clip_val": 1.0}],
+)
+def test_argument_that_changes_nothing_is_accepted(options):
+    assert trainer(**options).max_steps == 7
+
+
+def test_validation_interval_counts_optimizer_steps():
+    assert trainer(val_check_interval=10, accumulate_grad_batches=4).val_check_interval == 40
+
+
+def test_run_is_one_endless_epoch_without_sanity_check():
+    built = trainer()
+    assert built.max_epochs == -1
+    assert built.check_val_every_n_epoch is None
+    assert built.num_sanity_val_steps == 0
+
+
+def test_validations_fall_on_every_tenth_optimizer_step(run_yaml, lightning):
+    overrides = {"trainer.max_steps": 30, "trainer.val_check_interval": 10}
+    config = run_yaml(overrides | {"trainer.accumulate_grad_batches": 4})
+    code, _, err = lightning("fit", "--config", config)
+    steps = [line.split()[1] for line in err.splitlines() if "perplexity" in line]
+    assert (code, steps) == (0, ["10", "20", "30"])
+
+
+# Trial run
+
+
+def test_fast_dev_run_counts_optimizer_steps():
+    built = trainer(fast_dev_run=3, accumulate_grad_batches=2, max_steps=100)
+    assert (built.max_steps, built.val_check_interval, built.limit_val_batches) == (3, 6, 3)
+    assert built.loggers == []
+
+
+def test_fast_dev_run_trains_whole_steps_and_leaves_nothing_behind(run_yaml, lightning, tmp_path):
+    config = run_yaml({"trainer.fast_dev_run": 2, "trainer.accumulate_grad_batches": 3})
+    code, _, err = lightning("fit", "--config", config)
+    assert code == 0
+    assert "step 2/2 · loss" in err
+    assert not (tmp_path / "run").exists()
+
+
+# Time limit
+
+
+def test_max_time_adds_a_timer_that_stops_at_step_edges():
+    timers = [c for c in trainer(max_time="00:01:00:00").callbacks if isinstance(c, StepEdgeTimer)]
+    assert [timer.time_remaining() for timer in timers] == [timedelta(hours=1).total_seconds()]
+
+
+@pytest.mark.parametrize(("batch_idx", "stopped"), [(0, False), (1, False), (2, True)])
+def test_spent_time_stops_the_run_only_at_a_step_edge(batch_idx, stopped):
+    stand_in: Any = SimpleNamespace(
+        accumulate_grad_batches=3,
+        should_stop=False,
+        strategy=SimpleNamespace(broadcast=lambda value: value),
+    )
+    timer = StepEdgeTimer(timedelta(0))
+    timer.on_train_batch_end(stand_in, torch.nn.Module(), None, None, batch_idx)  # pyright: ignore[reportArgumentType]
+    assert stand_in.should_stop is stopped
+
+
+def test_run_out_of_time_stops_and_the_same_command_goes_on(run_yaml, lightning):
+    config = run_yaml({"trainer.max_time": "00:00:00:01", "trainer.max_steps": 1_000_000})
+    code, _, err = lightning("fit", "--config", config)
+    stopped = re.search(r"stopped at step (\d+) of 1000000; the same command goes on\n$", err)
+    assert code == 0
+    assert stopped
+    _, _, err = lightning("fit", "--config", config)
+    assert f"step {int(stopped[1]) + 1:>7}/1000000 · loss" in err
+
+
+# Step edges
+
+
+def test_step_edge_is_the_last_micro_batch_of_a_step():
+    stand_in: Any = SimpleNamespace(accumulate_grad_batches=3)
+    edges = [at_step_edge(stand_in, batch_idx) for batch_idx in range(6)]
+    assert edges == [False, False, True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("enabled", "expected"), [(True, [False, False, False, True]), (False, [False] * 4)]
+)
+def test_validation_follows_every_val_check_batch(enabled, expected):
+    stand_in: Any = SimpleNamespace(enable_validation=enabled, val_check_batch=4)
+    assert [validation_follows(stand_in, batch_idx) for batch_idx in range(4)] == expected
+
+
+# Precision
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision"),
+    [((9, 0), "bf16-mixed"), ((8, 0), "bf16-mixed"), ((7, 5), "16-mixed"), ((7, 0), "16-mixed")],
+)
+def test_auto_precision_on_cuda_is_bf16_where_the_card_has_it(capability, precision, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    assert choose_precision("auto", "cuda") == precision
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "precision"),
+    [
+        ({"avx2": True, "amx_bf16": True}, "bf16-mixed"),
+        ({"avx512_bf16": True}, "bf16-mixed"),
+        ({"bf16": True}, "bf16-mixed"),
+        ({"avx2": True, "amx_bf16": False}, "32-true"),
+        ({}, "32-true"),
+    ],
+)
+def test_auto_precision_on_a_cpu_is_bf16_only_where_it_computes_in_it(
+    capabilities, precision, monkeypatch
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert choose_precision("auto", "cpu") == precision
+
+
+def test_auto_precision_on_mps_is_fp32():
+    assert choose_precision("auto", "mps") == "32-true"
+
+
+@pytest.mark.parametrize("asked", ["bf16-mixed", "bf16-true"])
+def test_bf16_on_a_card_without_it_names_the_card_and_fp16(asked, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla V100")
+    with pytest.raises(ValueError, match="has no bf16") as refusal:
+        choose_precision(asked, "cuda")
+    assert str(refusal.value) == (
+        f"trainer.precision is {asked}: Tesla V100 has no bf16; use 16-mixed (fp16), 32-true "
+        "(fp32) or auto"
+    )
+
+
+@pytest.mark.parametrize("asked", ["16-mixed", "16-true"])
+def test_fp16_on_a_cpu_is_refused(asked):
+    with pytest.raises(ValueError, match="fp16 needs a GPU") as refusal:
+        trainer(precision=asked)
+    assert str(refusal.value) == (
+        f"trainer.precision is {asked}: fp16 needs a GPU; use bf16-mixed, 32-true or auto"
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "device"), [("bf16-mixed", "cpu"), ("32-true", "cuda"), ("16-mixed", "cuda")]
+)
+def test_explicit_precision_is_kept_where_it_can_run(asked, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert choose_precision(asked, device) == asked
+
+
+def test_trainer_trains_in_the_chosen_precision_and_remembers_what_was_asked(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    built = trainer(precision="auto")
+    assert (built.precision, built.asked_precision) == ("32-true", "auto")
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "cuda", "mps", "expected"),
+    [
+        ("auto", True, False, "cuda"),
+        ("gpu", True, False, "cuda"),
+        ("auto", False, True, "mps"),
+        ("auto", False, False, "cpu"),
+        ("gpu", False, False, "cpu"),
+        ("cpu", True, True, "cpu"),
+        ("cuda", False, False, "cuda"),
+    ],
+)
+def test_device_type_follows_what_is_there(accelerator, cuda, mps, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    assert device_type(accelerator) == expected
