@@ -6,6 +6,7 @@ Heavy imports stand inside the functions that need them: help and mistakes answe
 import argparse
 import contextlib
 import difflib
+import io
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 # Configuration keys that always follow another one.
 LINKS = {
@@ -34,6 +35,10 @@ class UserError(Exception):
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 a mistake of the user."""
     argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal of a narrow alphabet must not end a run.
+            stream.reconfigure(errors="backslashreplace")
     # For the time before training, which has handlers of its own, and for all other commands.
     handlers = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -161,6 +166,7 @@ def run_cli(command: str, argv: list[str]) -> Any:
     from lm.cpu import keep_freed_memory
     from lm.module import LMModule
 
+    runs = command != "prepare"
     quiet_libraries()
     if not torch.cuda.is_available():
         keep_freed_memory()
@@ -168,7 +174,7 @@ def run_cli(command: str, argv: list[str]) -> Any:
     jsonargparse.set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
 
     class Parser(LightningArgumentParser):
-        keys: list[str] = []
+        keys: ClassVar[list[str]] = []
 
         def parse_args(self, args: list[str] | None = None, *rest: Any, **options: Any) -> Any:
             given = sys.argv[1:] if args is None else args
@@ -193,6 +199,8 @@ def run_cli(command: str, argv: list[str]) -> Any:
             for target, source in LINKS.items():
                 parser.link_arguments(source, target)
             parser.set_defaults({"trainer.default_root_dir": NO_DEFAULT_RUN})
+            if not runs:
+                parser.add_argument("--ckpt_path", help="Of a run; nothing to this command.")
             Parser.keys = [action.dest for action in parser._actions]
 
         def _parse_ckpt_path(self) -> None:
@@ -205,7 +213,7 @@ def run_cli(command: str, argv: list[str]) -> Any:
                 raise UserError(str(error)) from error
 
         def instantiate_trainer(self, **kwargs: Any) -> Any:
-            if command == "prepare":
+            if not runs:
                 return None
             root = Path(self._get(self.config_init, "trainer")["default_root_dir"])
             if self._get(self.config_init, "trainer")["logger"] is None:
@@ -225,7 +233,6 @@ def run_cli(command: str, argv: list[str]) -> Any:
                 model, ckpt_path=found, weights_only=True, verbose=False, **kwargs
             )
 
-    runs = command != "prepare"
     return LMCLI(
         LMModule,
         LMDataModule,

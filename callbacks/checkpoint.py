@@ -138,6 +138,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             f"{path} is untrusted: it holds {name[1] if name else 'objects'} beside tensors and "
             "plain types, so loading could run foreign code; export its weights where it was made"
         ) from None
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path} is not a checkpoint: torch cannot read it ({error}); give one made by fit"
+        ) from None
     if not isinstance(content, dict) or "state_dict" not in content:
         raise ValueError(f"{path} is not a checkpoint: it has no state_dict; give one made by fit")
     return content
@@ -170,8 +174,11 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            # torch's writer hides why the file system refused behind an error of its own.
+            raise error.__context__ from None
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -392,6 +399,8 @@ class AtomicCheckpoint(Checkpoint):
         if trainer.state.fn != "fit":
             return
         self._saved_step = checkpoint["global_step"]
+        if trainer.is_global_zero:
+            self._set_aside(Path(trainer.default_root_dir, FOLDER))
         # Lightning counts micro-batches: with another accumulate the same step is another count.
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         was = checkpoint["contract"]["trainer.accumulate_grad_batches"]
@@ -399,6 +408,18 @@ class AtomicCheckpoint(Checkpoint):
         for counts in (progress["total"], progress["current"]):
             for name, count in counts.items():
                 counts[name] = done + count - checkpoint["global_step"] * was
+        # The last batch of a run that was lengthened since is not the last any more.
+        progress["is_last_batch"] = False
+
+    def _set_aside(self, folder: Path) -> None:
+        """Rename what is newer than the step resumed from: damaged, or of a way not taken.
+
+        Else `last` would mean it again, and retention would count it as the newest.
+        """
+        for step, path in checkpoints(folder):
+            if step > self._saved_step:
+                path.rename(path.with_name(f"{path.name}.set-aside"))
+                announce(f"set aside {path}: newer than the step that the run goes on from")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # After all set-up, which draws random numbers of its own.

@@ -63,6 +63,25 @@ def validation_line(figures: dict[str, float]) -> str:
     return " · ".join(text.format(figures[name]) for name, text in texts.items() if name in figures)
 
 
+def start_lines(trainer: Trainer) -> list[str]:
+    """What a run is, before its first step: parameters, device, batch arithmetic, length."""
+    groups = trainer.optimizers[0].param_groups
+    counts = [sum(p.numel() for p in group["params"]) for group in groups]
+    decayed = ", ".join(
+        f"{count:,} in {len(group['params'])} tensors with weight decay {group['weight_decay']:g}"
+        for count, group in zip(counts, groups, strict=True)
+    )
+    asked = " (auto)" if cast(Any, trainer).asked_precision == "auto" else ""
+    data = cast(Any, trainer).datamodule
+    split = (data.micro_batch_size, trainer.accumulate_grad_batches, trainer.world_size)
+    return [
+        f"{sum(counts):,} parameters: {decayed}",
+        f"{trainer.strategy.root_device.type}, precision {trainer.precision}{asked}, "
+        f"{' × '.join(map(str, split))} = {data.global_batch_size} sequences "
+        f"({data.tokens_per_step:,} tokens) a step, {trainer.max_steps:,} steps",
+    ]
+
+
 class Progress(Callback):
     """Logs every `trainer.log_every_n_steps` optimizer steps, the first and the last one.
 
@@ -76,6 +95,10 @@ class Progress(Callback):
         self._open_line = 0
         self._trains = False
         self._loaded_step = 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for line in start_lines(trainer):
+            self._say(trainer, line)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trains = True

@@ -24,11 +24,14 @@ PACKAGES = ("relight", "torch", "lightning", "numpy", "tokenizers")
 def replace_text(path: Path, text: str) -> None:
     """Write a small file so that a reader finds the old or the new text, never a part."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def lock(root: Path) -> TextIO:
@@ -78,13 +81,12 @@ def volatile_folder(root: Path) -> str | None:
 
 def commit() -> str | None:
     """Commit of the checkout this code runs from, marked when it has local changes."""
-    result = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    here = Path(__file__).parent
+    try:
+        result = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    except OSError:  # no git on this machine
+        return None
     return result.stdout.strip() or None
 
 
@@ -104,10 +106,13 @@ class RunRecord(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if is_dry_run(trainer):
             return
-        path = Path(trainer.default_root_dir) / "run.json"
+        root = Path(trainer.default_root_dir)
+        if reason := volatile_folder(root):
+            print(f"warning: {reason}", file=sys.stderr, flush=True)
+        path = root / "run.json"
         try:
             starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             starts = []
         device = trainer.strategy.root_device
         start = {

@@ -1,8 +1,10 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C: one agreed stop between two optimizer steps."""
+"""SIGTERM, SIGUSR1, Ctrl-C and the end of max_time: one agreed stop between two steps."""
 
 import signal
+import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -12,21 +14,27 @@ from callbacks.checkpoint import AtomicCheckpoint, announce
 from callbacks.trainer import at_step_edge, validation_follows
 
 EXIT_CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
+# Stands for the end of `trainer.max_time` among the signals; nobody sends it.
+TIME_IS_UP = signal.SIGALRM
 
 
 class StopSignals(Checkpoint):
     """Finishes the step, saves, and leaves with 143 (SIGTERM, SIGUSR1) or 130 (Ctrl-C).
 
-    A second signal leaves at once. A `Checkpoint` by type, so that it runs after the one that
-    saves.
+    A second signal leaves at once. The end of `trainer.max_time` leaves with 0. A `Checkpoint`
+    by type, so that it runs after the one that saves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._deadline = float("inf")
         self._received = 0
         self._before: dict[signal.Signals, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._received = 0
+        budget = cast(Any, trainer).max_seconds
+        self._deadline = float("inf") if budget is None else self._now() + budget
         # Here, after Lightning put in its own, which hang several ranks and lose the exit code.
         self._before = {number: signal.signal(number, self._handle) for number in EXIT_CODES}
 
@@ -47,6 +55,8 @@ class StopSignals(Checkpoint):
 
     def _leave_if_asked(self, trainer: Trainer) -> None:
         number = self._received
+        if not number and self._now() >= self._deadline:
+            number = TIME_IS_UP
         if trainer.world_size > 1:
             seen = torch.tensor(number, device=trainer.strategy.root_device)
             number = int(trainer.strategy.reduce(seen, reduce_op="max"))
@@ -56,11 +66,12 @@ class StopSignals(Checkpoint):
             if isinstance(callback, AtomicCheckpoint):
                 callback.save_now(trainer)
         if trainer.is_global_zero:
+            reason = "time is up" if number == TIME_IS_UP else signal.Signals(number).name
             announce(
-                f"\n{signal.Signals(number).name}: saved at step {trainer.global_step} of "
+                f"\n{reason}: saved at step {trainer.global_step} of "
                 f"{trainer.max_steps}; the same command goes on from here"
             )
-        raise SystemExit(EXIT_CODES[signal.Signals(number)])
+        raise SystemExit(EXIT_CODES.get(signal.Signals(number), 0))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for number, handler in self._before.items():

@@ -4,7 +4,7 @@ from datetime import timedelta
 from typing import Any, Literal, cast
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Timer
 
@@ -60,16 +60,6 @@ def validation_follows(trainer: LightningTrainer, batch_idx: int) -> bool:
 def is_dry_run(trainer: LightningTrainer) -> bool:
     """Whether the run is to leave nothing behind."""
     return bool(cast(Any, trainer).fast_dev_run)
-
-
-class StepEdgeTimer(Timer):
-    """Stops the run after `max_time`, only ever between two optimizer steps."""
-
-    def on_train_batch_end(
-        self, trainer: LightningTrainer, pl_module: LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
-        if at_step_edge(trainer, kwargs.get("batch_idx", args[-1])):
-            super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
 
 
 class Trainer(LightningTrainer):
@@ -158,8 +148,14 @@ class Trainer(LightningTrainer):
         )
         # As one list: this signature is what the configuration is read from.
         callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
-        if max_time is not None:
-            callbacks.append(StepEdgeTimer(cast(Any, max_time)))
+        # A start's own budget; Lightning's would count the time of all starts together and stop
+        # inside an accumulation window.
+        self.max_seconds = Timer(cast(Any, max_time)).time_remaining()
+        refuse(
+            self.max_seconds is None or self.max_seconds > 0,
+            f"trainer.max_time is {max_time}",
+            "it must be above 0",
+        )
         if fast_dev_run:
             # A trial run of n optimizer steps that leaves nothing behind; Lightning counts batches.
             max_steps = val_check_interval = int(fast_dev_run)

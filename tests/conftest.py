@@ -1,15 +1,15 @@
 """What several test files need: a small prepared corpus, a run's YAML, the command line."""
 
-import gc
 import random
 import signal
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+import torch
 
 import cli
 from data import prepare
@@ -122,10 +122,7 @@ def lightning(capsys: pytest.CaptureFixture[str]) -> Iterator[Lightning]:
 
     def run(*argv: object) -> tuple[int, str, str]:
         capsys.readouterr()
-        # The lock of a run folder is freed when its process ends; here, with the command.
-        with warnings.catch_warnings(action="ignore", category=ResourceWarning):
-            code = cli.main([str(word) for word in argv])
-            gc.collect()
+        code = cli.main([str(word) for word in argv])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 

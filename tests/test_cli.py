@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from conftest import Lightning, RunYaml
 
 import cli
-from conftest import Lightning, RunYaml
+from callbacks.trainer import has_bf16
 
 
 def refusal(lightning: Lightning, *argv: object) -> str:
@@ -230,6 +231,21 @@ def test_run_prints_its_steps_and_leaves_its_folder(
     assert sum("val loss" in line and "bits per byte" in line for line in lines) == 2
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert names >= {"config.yaml", "checkpoints", "tensorboard", "metrics.csv", "run.json"}
+
+
+def test_run_says_what_it_is_before_its_first_step(lightning: Lightning, run_yaml: RunYaml):
+    overrides = {"trainer.precision": "auto", "trainer.accumulate_grad_batches": 3}
+    _, _, err = lightning("fit", "--config", run_yaml(overrides))
+    _, parameters, batch, *_ = err.splitlines()
+    # 320 × 16 embedded; a layer has 4 × 16 × 16 in attention, 3 × 16 × 24 in its MLP, 2 norms.
+    assert parameters == (
+        "9,552 parameters: 9,472 in 15 tensors with weight decay 0.1, "
+        "80 in 5 tensors with weight decay 0"
+    )
+    precision = "bf16-mixed" if has_bf16("cpu") else "32-true"
+    assert batch == (
+        f"cpu, precision {precision} (auto), 2 × 3 × 1 = 6 sequences (96 tokens) a step, 6 steps"
+    )
 
 
 def test_console_holds_nothing_of_the_libraries(lightning: Lightning, run_yaml: RunYaml):

@@ -160,6 +160,14 @@ def test_last_validation_loss_stays_in_the_line():
     assert stream.getvalue().endswith("step  5/20 · loss 1.0000 · val loss 3.0000\n")
 
 
+def test_evaluation_is_told_at_the_step_of_its_checkpoint():
+    stream = io.StringIO()
+    progress, trainer = Progress(stream), stand_in(state=SimpleNamespace(fn="validate"))
+    progress.on_load_checkpoint(trainer, module(2.0), {"global_step": 15})
+    progress.on_validation_end(trainer, module(2.0))
+    assert stream.getvalue() == "step 15 · val loss 3.0000 · perplexity 9.00\n"
+
+
 @pytest.mark.parametrize("error", [RuntimeError(), KeyboardInterrupt()])
 def test_error_text_starts_on_a_line_of_its_own(error):
     stream = Terminal()
@@ -223,25 +231,31 @@ def test_loggers_are_told_where_the_run_resumes():
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "text"),
+    ("end", "text"),
     [
-        (20, 20, "finished at step 20 of 20\n"),
-        (6, 20, "done: 20 steps in runs/a\n"),
-        (6, 9, "stopped at step 9 of 20; the same command goes on\n"),
+        (20, "done: 20 steps in runs/a\n"),
+        (9, "stopped at step 9 of 20; the same command goes on\n"),
     ],
 )
-def test_end_of_a_run_is_told_in_one_line(start, end, text):
+def test_end_of_training_is_told_in_one_line(end, text):
     stream = io.StringIO()
-    progress, trainer = Progress(stream), stand_in(global_step=start)
+    progress, trainer = Progress(stream), stand_in(global_step=6)
     progress.on_train_start(trainer, module(2.0))
     trainer.global_step = end
     progress.on_train_end(trainer, module(2.0))
+    progress.on_fit_end(trainer, module(2.0))
     assert stream.getvalue() == text
+
+
+def test_run_that_was_finished_before_says_so():
+    stream = io.StringIO()
+    Progress(stream).on_fit_end(stand_in(global_step=20), module(2.0))
+    assert stream.getvalue() == "finished at step 20 of 20\n"
 
 
 def test_resuming_beyond_the_end_is_an_error():
     with pytest.raises(ValueError, match="nothing is left to train") as refusal:
-        Progress(io.StringIO()).on_train_start(stand_in(global_step=21), module(2.0))
+        Progress(io.StringIO()).on_fit_end(stand_in(global_step=21), module(2.0))
     assert str(refusal.value) == (
         "the run is at step 21 and max_steps is 20: nothing is left to train; lengthen the run or "
         "start another in another trainer.default_root_dir"

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from conftest import Lightning, RunYaml
+
 from lm.schedule import warmup_cosine
 
 TIMES = {"throughput/tokens_per_sec", "time/eta_s", "memory/peak_gib"}
@@ -213,15 +213,18 @@ def test_changed_rate_is_announced_and_holds(
     assert [float(row["optim/lr"]) for row in rows(root)[4:]] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("steps", [6, 7], ids=["with a validation at its end", "without"])
 def test_longer_run_goes_on_by_the_new_schedule(
-    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, steps: int
 ):
     root = tmp_path / "run"
-    train(lightning, run_yaml, root)
+    train(lightning, run_yaml, root, **{"trainer.max_steps": steps})
     code, _, err = lightning("fit", "--config", run_yaml(RUN | {"trainer.max_steps": 10}))
     assert code == 0, err
-    assert "changed since the checkpoint: trainer.max_steps 7 -> 10" in err
+    assert f"changed since the checkpoint: trainer.max_steps {steps} -> 10" in err
     assert [int(row["step"]) for row in rows(root)] == list(range(1, 11))
+    assert [row["step"] for row in rows(root) if row["val/loss"]] == ["3", "6", "9"]
+    assert float(rows(root)[steps]["optim/lr"]) == 3e-4 * warmup_cosine(steps, 0, 10, 0.1)
 
 
 def test_weights_with_compiler_prefix_resume(
@@ -237,6 +240,47 @@ def test_weights_with_compiler_prefix_resume(
     checkpoint["state_dict"] = {f"_orig_mod.{name}": tensor for name, tensor in weights}
     torch.save(checkpoint, path)
     train(lightning, run_yaml, root)
+    assert_same_run(tmp_path / "whole", root)
+
+
+def test_going_back_to_an_older_file_is_a_new_way_from_there(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    root = tmp_path / "run"
+    train(lightning, run_yaml, root)
+    older = root / "checkpoints" / "step-00000004.ckpt"
+    train(lightning, run_yaml, root, **{"ckpt_path": str(older), "trainer.max_steps": 5})
+    names = sorted(path.name for path in older.parent.glob("*.ckpt"))
+    assert names[-1] == "step-00000005.ckpt"
+    assert (older.parent / "step-00000007.ckpt.set-aside").exists()
+    assert [int(row["step"]) for row in rows(root)] == [1, 2, 3, 4, 5]
+
+
+def test_damaged_newest_file_costs_its_steps_and_nothing_else(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    train(lightning, run_yaml, tmp_path / "whole")
+    root = tmp_path / "run"
+    train(lightning, run_yaml, root)
+    newest = root / "checkpoints" / "step-00000007.ckpt"
+    newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
+    code, _, err = lightning("fit", "--config", run_yaml(RUN))
+    assert code == 0, err
+    assert f"passed over {newest}: truncated or corrupt" in err
+    assert_same_run(tmp_path / "whole", root)
+
+
+def test_run_out_of_time_stops_at_a_step_edge_and_goes_on(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    three = {"trainer.accumulate_grad_batches": 3}
+    train(lightning, run_yaml, tmp_path / "whole", **three)
+    root = tmp_path / "run"
+    for step in (1, 2):
+        train(lightning, run_yaml, root, **three, **{"trainer.max_time": {"milliseconds": 1}})
+        assert (root / "checkpoints" / f"step-{step:08d}.ckpt").exists()
+        assert len(rows(root)) == step
+    train(lightning, run_yaml, root, **three)
     assert_same_run(tmp_path / "whole", root)
 
 

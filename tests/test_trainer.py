@@ -1,7 +1,5 @@
 """The Trainer: what it refuses, units of its intervals, precision for the hardware."""
 
-import re
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +7,6 @@ import pytest
 import torch
 
 from callbacks.trainer import (
-    StepEdgeTimer,
     Trainer,
     at_step_edge,
     choose_precision,
@@ -17,6 +14,7 @@ from callbacks.trainer import (
     validation_follows,
 )
 
+NO_MODULE: Any = None
 DATA_REFUSED = (
     "trainer.limit_train_batches and trainer.overfit_batches would change which data a step sees; "
     "shorten the run by trainer.max_steps"
@@ -78,9 +76,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def trainer(**options: Any) -> Trainer:
-    defaults = {"accelerator": "cpu", "precision": "32-true", "max_steps": 7}
-    return Trainer(**{"logger": False, "enable_checkpointing": False} | defaults | options)
+def trainer(**options: Any) -> Any:
+    values: dict[str, Any] = {"accelerator": "cpu", "precision": "32-true", "max_steps": 7}
+    values |= {"logger": False, "enable_checkpointing": False}
+    return Trainer(**values | options)
 
 
 # Arguments
@@ -140,31 +139,14 @@ def test_fast_dev_run_trains_whole_steps_and_leaves_nothing_behind(run_yaml, lig
 # Time limit
 
 
-def test_max_time_adds_a_timer_that_stops_at_step_edges():
-    timers = [c for c in trainer(max_time="00:01:00:00").callbacks if isinstance(c, StepEdgeTimer)]
-    assert [timer.time_remaining() for timer in timers] == [timedelta(hours=1).total_seconds()]
+def test_max_time_is_a_budget_in_seconds():
+    assert trainer(max_time="00:01:00:00").max_seconds == 3600.0
+    assert trainer().max_seconds is None
 
 
-@pytest.mark.parametrize(("batch_idx", "stopped"), [(0, False), (1, False), (2, True)])
-def test_spent_time_stops_the_run_only_at_a_step_edge(batch_idx, stopped):
-    stand_in: Any = SimpleNamespace(
-        accumulate_grad_batches=3,
-        should_stop=False,
-        strategy=SimpleNamespace(broadcast=lambda value: value),
-    )
-    timer = StepEdgeTimer(timedelta(0))
-    timer.on_train_batch_end(stand_in, torch.nn.Module(), None, None, batch_idx)  # pyright: ignore[reportArgumentType]
-    assert stand_in.should_stop is stopped
-
-
-def test_run_out_of_time_stops_and_the_same_command_goes_on(run_yaml, lightning):
-    config = run_yaml({"trainer.max_time": "00:00:00:01", "trainer.max_steps": 1_000_000})
-    code, _, err = lightning("fit", "--config", config)
-    stopped = re.search(r"stopped at step (\d+) of 1000000; the same command goes on\n$", err)
-    assert code == 0
-    assert stopped
-    _, _, err = lightning("fit", "--config", config)
-    assert f"step {int(stopped[1]) + 1:>7}/1000000 · loss" in err
+def test_max_time_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"trainer\.max_time is .*; it must be above 0"):
+        trainer(max_time={"seconds": 0})
 
 
 # Step edges

@@ -1,0 +1,711 @@
+"""Checkpoints: whole or not there, found again, bounded in number, and safe to read."""
+
+import errno
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from callbacks.checkpoint import (
+    AtomicCheckpoint,
+    AtomicCheckpointIO,
+    checkpoints,
+    damage,
+    newest_whole,
+    random_states,
+    read_checkpoint,
+    resolve,
+    restore_random_states,
+    tensor_bytes,
+    write_checkpoint,
+)
+
+ROOT = Path(__file__).parent.parent
+WEIGHT = torch.arange(1000.0)
+NO_MODULE: Any = None
+
+
+def content(step: int = 0, best: dict[str, float] | None = None) -> dict[str, Any]:
+    return {
+        "global_step": step,
+        "state_dict": {"net.weight": WEIGHT},
+        "callbacks": {"AtomicCheckpoint": {"best": best or {}}},
+    }
+
+
+def save(root: Path, step: int, best: dict[str, float] | None = None) -> Path:
+    path = root / "checkpoints" / f"step-{step:08d}.ckpt"
+    write_checkpoint(content(step, best), path)
+    return path
+
+
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).touch()
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip_bit(path: Path) -> None:
+    """Flip one bit of the weight's own bytes."""
+    data = bytearray(path.read_bytes())
+    place = data.index(WEIGHT.numpy().tobytes())
+    data[place + 2001] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = [
+    (truncate, "truncated or corrupt at "),
+    (empty, "it is empty"),
+    (flip_bit, "does not match its checksum"),
+]
+
+
+def unexpected(what: Any) -> None:
+    pytest.fail(f"unexpected: {what}")
+
+
+class Saver:
+    """What AtomicCheckpoint asks of a Trainer while it saves."""
+
+    def __init__(self, root: Path, max_steps: int = 100) -> None:
+        self.default_root_dir = str(root)
+        self.max_steps = max_steps
+        self.global_step = 0
+        self.accumulate_grad_batches = 1
+        self.val_check_batch = 10**9
+        self.enable_validation = self.is_global_zero = True
+        self.fast_dev_run = 0
+        self.loggers: list[Any] = []
+        self.state = SimpleNamespace(fn="fit")
+        self.strategy = SimpleNamespace(broadcast=lambda value: value)
+        self.most_files = 0
+        self.error: Exception | None = None
+
+    def save_checkpoint(self, path: Path) -> None:
+        if self.error:
+            raise self.error
+        write_checkpoint(content(self.global_step), path)
+        self.most_files = max(self.most_files, len(checkpoints(path.parent)))
+
+    @property
+    def kept(self) -> list[int]:
+        return [step for step, _ in checkpoints(Path(self.default_root_dir))]
+
+
+def train(callback: AtomicCheckpoint, trainer: Any, *steps: int) -> None:
+    """End these steps, each of one micro-batch."""
+    for step in steps:
+        trainer.global_step = step
+        callback.on_train_batch_end(trainer, NO_MODULE, None, None, step - 1)
+
+
+def validate(callback: AtomicCheckpoint, trainer: Any, step: int, loss: float) -> None:
+    trainer.global_step = step
+    module: Any = SimpleNamespace(validation_figures={"val/loss": loss})
+    callback.on_validation_end(trainer, module)
+
+
+# Writing
+
+
+def test_written_checkpoint_is_read_back(tmp_path):
+    path = save(tmp_path, 5)
+    assert read_checkpoint(path)["global_step"] == 5
+    assert torch.equal(read_checkpoint(path)["state_dict"]["net.weight"], WEIGHT)
+
+
+def test_second_save_under_one_name_replaces_the_first(tmp_path):
+    path = tmp_path / "step-5.ckpt"
+    write_checkpoint(content(1), path)
+    write_checkpoint(content(2), path)
+    assert read_checkpoint(path)["global_step"] == 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def failing_replace(*_: Any) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_failed_replacement_leaves_the_old_file_whole_and_no_temporary(tmp_path, monkeypatch):
+    path = tmp_path / "step-5.ckpt"
+    write_checkpoint(content(1), path)
+    monkeypatch.setattr(os, "replace", failing_replace)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_checkpoint(content(2), path)
+    assert read_checkpoint(path)["global_step"] == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_unserialisable_content_leaves_the_old_file_whole_and_no_temporary(tmp_path):
+    path = tmp_path / "step-5.ckpt"
+    write_checkpoint(content(1), path)
+    with pytest.raises((AttributeError, TypeError), match="pickle"):
+        write_checkpoint(content(2) | {"bad": lambda: None}, path)
+    assert read_checkpoint(path)["global_step"] == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+WRITE_LARGE = """
+import sys, torch
+from pathlib import Path
+from callbacks.checkpoint import write_checkpoint
+try:
+    write_checkpoint({"state_dict": {"w": torch.zeros(100_000)}}, Path(sys.argv[1]))
+except Exception as error:
+    sys.exit(str(error))
+"""
+
+
+def test_limit_on_the_file_size_leaves_the_old_file_whole_and_says_so(tmp_path):
+    path = save(tmp_path, 5)
+    before = path.read_bytes()
+    command = ["bash", "-c", 'ulimit -f 64; exec "$@"', "-", sys.executable, "-c", WRITE_LARGE]
+    result = subprocess.run([*command, path], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "File too large" in result.stderr
+    assert (path.read_bytes(), list(path.parent.iterdir())) == (before, [path])
+
+
+def test_too_little_free_space_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2_000_000))
+    path = tmp_path / "step-1.ckpt"
+    large = {"state_dict": {"w": torch.empty(750_000)}}
+    with pytest.raises(OSError, match="No space left: 3 MB needed, 2 MB free") as refusal:
+        write_checkpoint(large, path)
+    assert (refusal.value.errno, refusal.value.filename) == (errno.ENOSPC, str(path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_needed_space_counts_the_tensors_of_nested_containers():
+    state = {"a": torch.zeros(3), "b": [{"c": torch.zeros(5)}, (torch.zeros(7), "text", 1)]}
+    assert tensor_bytes(state) == 4 * (3 + 5 + 7)
+
+
+def test_missing_temporary_folder_of_the_system_does_not_matter(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert damage(save(tmp_path, 5)) is None
+
+
+# Finding
+
+
+def test_order_is_by_number_and_other_names_are_left_out(tmp_path):
+    names = ["step-9.ckpt", "step-00000010.ckpt", "step-x.ckpt", "step-11.ckpt.tmp-7", "other"]
+    touch(tmp_path, *names)
+    assert [step for step, _ in checkpoints(tmp_path)] == [10, 9]
+
+
+def test_newest_whole_is_step_10_after_step_9(tmp_path):
+    write_checkpoint(content(9), tmp_path / "step-9.ckpt")
+    write_checkpoint(content(10), tmp_path / "step-10.ckpt")
+    assert newest_whole(tmp_path, unexpected) == tmp_path / "step-10.ckpt"
+
+
+def test_run_folder_and_its_checkpoint_folder_name_the_same_files(tmp_path):
+    path = save(tmp_path, 3)
+    assert checkpoints(tmp_path) == checkpoints(tmp_path / "checkpoints") == [(3, path)]
+    assert checkpoints(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(("harm", "text"), DAMAGES)
+def test_damaged_newest_file_is_named_and_passed_over(tmp_path, harm, text):
+    sound, damaged = save(tmp_path, 4), save(tmp_path, 6)
+    harm(damaged)
+    said: list[str] = []
+    assert newest_whole(tmp_path, said.append) == sound
+    assert len(said) == 1
+    assert said[0].startswith(f"warning: passed over {damaged}: ")
+    assert text in said[0]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_unreadable_newest_file_is_passed_over(tmp_path):
+    sound, unreadable = save(tmp_path, 4), save(tmp_path, 6)
+    unreadable.chmod(0)
+    assert newest_whole(tmp_path, lambda _: None) == sound
+
+
+def test_folder_in_place_of_a_checkpoint_is_passed_over(tmp_path):
+    sound = save(tmp_path, 4)
+    sound.with_name("step-00000006.ckpt").mkdir()
+    assert newest_whole(tmp_path, lambda _: None) == sound
+
+
+def test_only_damaged_files_are_an_error_that_names_each(tmp_path):
+    paths = [save(tmp_path, step) for step in (2, 4, 6)]
+    truncate(paths[0])
+    empty(paths[1])
+    flip_bit(paths[2])
+    with pytest.raises(
+        ValueError, match=f"^all 3 checkpoints of {tmp_path} are damaged"
+    ) as refusal:
+        newest_whole(tmp_path, unexpected)
+    assert [str(path) in str(refusal.value) for path in paths] == [True] * 3
+    assert str(refusal.value).endswith(
+        "); remove them to start at step 0, or bring back a sound copy"
+    )
+
+
+def test_folder_without_a_checkpoint_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="train first") as refusal:
+        newest_whole(tmp_path, unexpected)
+    assert str(refusal.value) == (
+        f"{tmp_path} holds no checkpoint (step-00000000.ckpt …); train first"
+    )
+
+
+# What ckpt_path stands for
+
+
+def test_last_in_an_empty_folder_starts_and_says_so(tmp_path, capsys):
+    assert resolve("last", tmp_path, starts=True) is None
+    assert capsys.readouterr().err == f"starting at step 0: {tmp_path} holds no checkpoint\n"
+
+
+@pytest.mark.parametrize(("ckpt_path", "starts"), [("last", False), ("best", True)])
+def test_checkpoint_that_must_be_there_is_an_error_in_an_empty_folder(tmp_path, ckpt_path, starts):
+    with pytest.raises(ValueError, match="holds no checkpoint") as refusal:
+        resolve(ckpt_path, tmp_path, starts)
+    assert str(refusal.value) == (
+        f"{tmp_path} holds no checkpoint; train first, or name one by --ckpt_path"
+    )
+
+
+def test_last_is_the_folder_whose_newest_whole_file_is_meant(tmp_path):
+    save(tmp_path, 5)
+    assert resolve("last", tmp_path, starts=True) == tmp_path
+
+
+def test_null_starts_a_new_run(tmp_path):
+    assert resolve(None, tmp_path, starts=True) is None
+
+
+def test_null_where_a_run_already_is_gets_refused(tmp_path):
+    save(tmp_path, 5)
+    with pytest.raises(ValueError, match="already holds checkpoints") as refusal:
+        resolve(None, tmp_path, starts=True)
+    assert str(refusal.value) == (
+        f"{tmp_path} already holds checkpoints (step 5) and ckpt_path is null: resume by "
+        "--ckpt_path last, or give another trainer.default_root_dir"
+    )
+
+
+def test_best_is_the_file_that_the_newest_whole_one_records(tmp_path):
+    save(tmp_path, 3)
+    save(tmp_path, 5, best={"loss": 1.5, "step": 3})
+    empty(save(tmp_path, 7))
+    assert resolve("best", tmp_path) == tmp_path / "checkpoints" / "step-00000003.ckpt"
+
+
+def test_best_before_any_validation_is_an_error(tmp_path):
+    save(tmp_path, 5)
+    with pytest.raises(ValueError, match="no best checkpoint") as refusal:
+        resolve("best", tmp_path)
+    assert str(refusal.value) == f"{tmp_path} has no best checkpoint: nothing was validated yet"
+
+
+def test_existing_path_stands_for_itself(tmp_path):
+    path = save(tmp_path / "other", 5)
+    assert resolve(str(path), tmp_path) == path
+
+
+def test_unknown_path_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="does not exist") as refusal:
+        resolve("runs/typo", tmp_path)
+    assert str(refusal.value) == (
+        "ckpt_path runs/typo does not exist; give last, best, a run folder or a file"
+    )
+
+
+# Reading
+
+
+def test_missing_file_is_an_error(tmp_path):
+    path = tmp_path / "step-5.ckpt"
+    with pytest.raises(ValueError, match="does not exist") as refusal:
+        read_checkpoint(path)
+    assert str(refusal.value) == f"{path} does not exist; give a run folder or a checkpoint file"
+
+
+@pytest.mark.parametrize(("harm", "text"), DAMAGES)
+def test_damaged_file_is_refused_and_the_newest_sound_one_named(tmp_path, harm, text):
+    save(tmp_path, 2)
+    sound, damaged = save(tmp_path, 4), save(tmp_path, 6)
+    harm(damaged)
+    with pytest.raises(ValueError, match=text) as refusal:
+        read_checkpoint(damaged)
+    assert str(refusal.value).startswith(f"{damaged} is not a whole checkpoint: ")
+    assert str(refusal.value).endswith(f"; the newest sound one is {sound}")
+
+
+def test_damaged_file_without_a_sound_one_beside_it_says_so(tmp_path):
+    damaged = save(tmp_path, 6)
+    truncate(damaged)
+    with pytest.raises(ValueError, match=r"; no sound one is beside it$"):
+        read_checkpoint(damaged)
+
+
+class Foreign:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.proof),)
+
+
+def test_foreign_pickle_is_refused_by_name_and_not_executed(tmp_path):
+    path, proof = tmp_path / "step-5.ckpt", tmp_path / "proof"
+    torch.save({"state_dict": {}, "extra": Foreign(proof)}, path)
+    with pytest.raises(ValueError, match="untrusted") as refusal:
+        read_checkpoint(path)
+    assert not proof.exists()
+    assert str(refusal.value) == (
+        f"{path} is untrusted: it holds {os.mkdir.__module__}.mkdir beside tensors and plain "
+        "types, so loading could run foreign code; export its weights where it was made"
+    )
+
+
+@pytest.mark.parametrize("other", [{"weights": WEIGHT}, WEIGHT, [1, 2], "text"])
+def test_file_without_a_state_dict_is_refused(tmp_path, other):
+    path = tmp_path / "step-5.ckpt"
+    torch.save(other, path)
+    with pytest.raises(ValueError, match="no state_dict") as refusal:
+        read_checkpoint(path)
+    assert str(refusal.value) == (
+        f"{path} is not a checkpoint: it has no state_dict; give one made by fit"
+    )
+
+
+def test_sound_archive_of_another_kind_is_refused(tmp_path):
+    path = tmp_path / "step-5.ckpt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("readme.txt", "text")
+    with pytest.raises(ValueError, match=f"^{path} is not a"):
+        read_checkpoint(path)
+
+
+# When a save is due
+
+
+def test_save_falls_on_every_nth_and_the_last_step(tmp_path):
+    trainer = Saver(tmp_path, max_steps=7)
+    train(AtomicCheckpoint(every_n_steps=3, keep_last=9), trainer, *range(1, 8))
+    assert trainer.kept == [7, 6, 3]
+
+
+def test_micro_batch_inside_a_step_saves_nothing(tmp_path):
+    trainer: Any = Saver(tmp_path)
+    trainer.accumulate_grad_batches, trainer.global_step = 2, 4
+    AtomicCheckpoint(every_n_steps=1).on_train_batch_end(trainer, NO_MODULE, None, None, 8)
+    assert trainer.kept == []
+
+
+def test_save_of_a_step_with_a_validation_comes_after_it(tmp_path):
+    trainer = Saver(tmp_path)
+    trainer.val_check_batch = 2
+    callback = AtomicCheckpoint(every_n_steps=2)
+    train(callback, trainer, 1, 2)
+    assert trainer.kept == []
+    validate(callback, trainer, 2, loss=float("nan"))
+    assert trainer.kept == [2]
+
+
+def test_new_best_is_saved_though_no_save_is_due(tmp_path):
+    trainer, callback = Saver(tmp_path), AtomicCheckpoint(every_n_steps=50, keep_last=9)
+    validate(callback, trainer, 2, loss=2.0)
+    validate(callback, trainer, 4, loss=3.0)
+    validate(callback, trainer, 6, loss=1.0)
+    assert trainer.kept == [6, 2]
+    assert callback.state_dict() == {"best": {"loss": 1.0, "step": 6}}
+
+
+def test_validation_outside_a_fit_saves_nothing(tmp_path):
+    trainer, callback = Saver(tmp_path), AtomicCheckpoint()
+    trainer.state.fn = "validate"
+    validate(callback, trainer, 2, loss=2.0)
+    assert (trainer.kept, callback.best) == ([], {})
+
+
+def test_trial_run_saves_nothing(tmp_path):
+    trainer = Saver(tmp_path, max_steps=2)
+    trainer.fast_dev_run = 2
+    train(AtomicCheckpoint(every_n_steps=1), trainer, 1, 2)
+    assert trainer.kept == []
+
+
+def test_figures_are_on_disk_before_the_checkpoint_of_their_step(tmp_path):
+    trainer = Saver(tmp_path)
+    seen: list[list[int]] = []
+    trainer.loggers = [SimpleNamespace(save=lambda: seen.append(trainer.kept))]
+    train(AtomicCheckpoint(every_n_steps=1), trainer, 1)
+    assert (seen, trainer.kept) == ([[]], [1])
+
+
+# What is kept
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"keep_last": 2}, [6, 5]),
+        ({"keep_last": 1}, [6]),
+        ({"keep_last": 1, "keep_every": 2}, [6, 4, 2]),
+        ({"keep_last": 2, "keep_every": 3}, [6, 5, 3]),
+    ],
+)
+def test_kept_are_the_newest_and_every_nth(tmp_path, options, kept):
+    trainer = Saver(tmp_path)
+    train(AtomicCheckpoint(every_n_steps=1, **options), trainer, *range(1, 7))
+    assert trainer.kept == kept
+
+
+def test_best_is_kept_until_a_better_one_is_saved(tmp_path):
+    trainer, callback = Saver(tmp_path), AtomicCheckpoint(every_n_steps=1, keep_last=2)
+    validate(callback, trainer, 1, loss=1.0)
+    train(callback, trainer, 2, 3, 4)
+    assert trainer.kept == [4, 3, 1]
+    validate(callback, trainer, 5, loss=0.5)
+    train(callback, trainer, 6, 7, 8)
+    assert trainer.kept == [8, 7, 5]
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 3])
+def test_never_more_than_one_file_above_the_kept_is_on_disk(tmp_path, keep_last):
+    trainer = Saver(tmp_path)
+    train(AtomicCheckpoint(every_n_steps=1, keep_last=keep_last), trainer, *range(1, 9))
+    assert trainer.most_files == keep_last + 1
+
+
+# Failures
+
+
+def test_failed_save_is_told_and_training_goes_on(tmp_path, capsys):
+    trainer, callback = Saver(tmp_path), AtomicCheckpoint(every_n_steps=1)
+    train(callback, trainer, 1)
+    trainer.error = OSError(errno.ENOSPC, "No space left on device")
+    train(callback, trainer, 2)
+    path = tmp_path / "checkpoints" / "step-00000002.ckpt"
+    assert trainer.kept == [1]
+    assert capsys.readouterr().err == (
+        f"error: checkpoint not saved: {path}: [Errno 28] No space left on device; training goes "
+        "on\n"
+    )
+
+
+def test_run_whose_last_save_failed_ends_with_an_error(tmp_path):
+    trainer: Any = Saver(tmp_path, max_steps=2)
+    callback = AtomicCheckpoint(every_n_steps=1)
+    trainer.error = RuntimeError("file write failed")
+    train(callback, trainer, 1, 2)
+    path = tmp_path / "checkpoints" / "step-00000002.ckpt"
+    with pytest.raises(RuntimeError, match="could not be written") as refusal:
+        callback.on_train_end(trainer, NO_MODULE)
+    assert str(refusal.value) == (
+        f"the last checkpoint could not be written: {path}: file write failed"
+    )
+
+
+def test_later_save_makes_up_for_a_failed_one(tmp_path):
+    trainer: Any = Saver(tmp_path)
+    callback = AtomicCheckpoint(every_n_steps=1)
+    trainer.error = OSError("full")
+    train(callback, trainer, 1)
+    trainer.error = None
+    train(callback, trainer, 2)
+    callback.on_train_end(trainer, NO_MODULE)
+    assert trainer.kept == [2]
+
+
+@pytest.mark.slow
+def test_run_under_a_file_size_limit_trains_to_its_end_and_reports_it(run_yaml, tmp_path):
+    config = run_yaml({"checkpoint.every_n_steps": 5, "model.config.d_model": 64})
+    limited = ["bash", "-c", 'ulimit -f 64; exec "$@"', "-", sys.executable, "cli.py", "fit"]
+    command = [*limited, "--config", str(config)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    path = tmp_path / "run" / "checkpoints" / "step-00000006.ckpt"
+    assert (result.returncode, list(path.parent.iterdir())) == (1, [])
+    assert "step 6/6 · loss" in result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"error: the last checkpoint could not be written: {path}: ")
+    assert "File too large" in last
+
+
+# Start of a run
+
+
+@pytest.mark.parametrize(("stage", "left"), [("fit", []), ("validate", ["a.ckpt.tmp-77"])])
+def test_stale_temporaries_are_swept_when_a_fit_starts(tmp_path, stage, left):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "a.ckpt.tmp-77").write_bytes(b"torn")
+    trainer: Any = Saver(tmp_path)
+    AtomicCheckpoint().setup(trainer, NO_MODULE, stage)
+    assert [path.name for path in folder.iterdir()] == left
+    assert isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"every_n_steps": 0}, "checkpoint.every_n_steps is 0: must be at least 1"),
+        ({"keep_last": 0}, "checkpoint.keep_last is 0: must be at least 1"),
+        ({"keep_every": 0}, "checkpoint.keep_every is 0: must be at least 1, or null"),
+    ],
+)
+def test_setting_below_one_is_refused(options, text):
+    with pytest.raises(ValueError, match="must be at least 1") as refusal:
+        AtomicCheckpoint(**options)
+    assert str(refusal.value) == text
+
+
+# Resuming
+
+
+class Part:
+    """A module or a datamodule with a contract."""
+
+    def __init__(self, refused: list[str] | None = None, **values: Any) -> None:
+        self.values = {name.replace("__", "."): value for name, value in values.items()}
+        self.refused = refused or []
+
+    def contract(self) -> dict[str, Any]:
+        return self.values
+
+    def refused_changes(self, old: dict[str, Any]) -> list[str]:
+        return self.refused
+
+
+def resuming(root: Path, module: Part, data: Part | None = None, fn: str = "fit") -> Any:
+    trainer: Any = Saver(root)
+    trainer.lightning_module, trainer.datamodule = module, data or Part()
+    trainer.gradient_clip_val, trainer.precision, trainer.world_size = 1.0, "32-true", 1
+    trainer.state.fn = fn
+    return trainer
+
+
+def held(module: Part) -> dict[str, Any]:
+    return {"contract": module.contract(), "random_states": [], "global_step": 4}
+
+
+def test_checkpoint_without_a_contract_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no contract") as refusal:
+        AtomicCheckpoint().check(resuming(tmp_path, Part()), content())
+    assert str(refusal.value) == (
+        "the checkpoint has no contract, so it was not made by fit; its weights alone can be "
+        "sampled from"
+    )
+
+
+def test_checkpoint_of_another_run_is_refused_with_every_difference(tmp_path):
+    old = held(Part(model__config__d_model=16, seed_everything=1, model__optim__lr=0.1))
+    new = Part(model__config__d_model=24, seed_everything=2, model__optim__lr=0.2)
+    with pytest.raises(ValueError, match="another run") as refusal:
+        AtomicCheckpoint().check(resuming(tmp_path, new, Part(["the data is new"])), old)
+    assert str(refusal.value) == (
+        "the checkpoint belongs to another run: model.config.d_model was 16 and is 24 now; "
+        "seed_everything was 1 and is 2 now; the data is new; go back to the old values, or start "
+        "anew in another trainer.default_root_dir"
+    )
+
+
+def test_other_changes_are_announced_with_old_and_new(tmp_path, capsys):
+    old, new = held(Part(model__optim__lr=0.1)), Part(model__optim__lr=0.2)
+    AtomicCheckpoint().check(resuming(tmp_path, new), old)
+    assert capsys.readouterr().err == "changed since the checkpoint: model.optim.lr 0.1 -> 0.2\n"
+
+
+def test_validation_neither_announces_changes_nor_asks_the_data(tmp_path, capsys):
+    trainer = resuming(tmp_path, Part(model__optim__lr=0.2), Part(["refused"]), fn="validate")
+    AtomicCheckpoint().check(trainer, held(Part(model__optim__lr=0.1)))
+    assert capsys.readouterr().err == ""
+
+
+def test_loading_a_folder_takes_its_newest_whole_file_and_says_which(tmp_path, capsys):
+    sound = save(tmp_path, 4)
+    truncate(save(tmp_path, 6))
+    checked: list[int] = []
+    trainer: Any = Saver(tmp_path)
+    io = AtomicCheckpointIO(trainer, lambda checkpoint: checked.append(checkpoint["global_step"]))
+    assert io.load_checkpoint(tmp_path)["global_step"] == 4
+    assert checked == [4]
+    assert capsys.readouterr().err.splitlines()[1] == f"resuming from {sound} at step 4"
+
+
+def test_loading_a_folder_of_damaged_files_is_an_error(tmp_path):
+    truncate(save(tmp_path, 6))
+    trainer: Any = Saver(tmp_path)
+    with pytest.raises(ValueError, match=f"^all 1 checkpoints of {tmp_path} are damaged"):
+        AtomicCheckpointIO(trainer, unexpected).load_checkpoint(tmp_path)
+
+
+def test_removing_a_checkpoint_twice_is_no_error(tmp_path):
+    trainer: Any = Saver(tmp_path)
+    io, path = AtomicCheckpointIO(trainer, unexpected), save(tmp_path, 4)
+    io.remove_checkpoint(path)
+    io.remove_checkpoint(path)
+    assert not path.exists()
+
+
+def test_position_is_recounted_in_the_micro_batches_of_the_new_accumulation(tmp_path):
+    counts = {"ready": 8, "started": 8, "processed": 8, "completed": 7}
+    progress = {"total": dict(counts), "current": dict(counts), "is_last_batch": False}
+    loops = {"fit_loop": {"epoch_loop.batch_progress": progress}}
+    old = {"trainer.accumulate_grad_batches": 2}
+    trainer: Any = Saver(tmp_path)
+    trainer.accumulate_grad_batches = 3
+    checkpoint = {"global_step": 4, "loops": loops, "contract": old}
+    AtomicCheckpoint().on_load_checkpoint(trainer, NO_MODULE, checkpoint)
+    recounted = {"ready": 12, "started": 12, "processed": 12, "completed": 11}
+    assert progress["total"] == progress["current"] == recounted
+
+
+@pytest.mark.parametrize("interval", [3, 100])
+def test_finished_run_can_be_lengthened(run_yaml, lightning, interval):
+    config = run_yaml({"trainer.val_check_interval": interval})
+    assert lightning("fit", "--config", config)[0] == 0
+    code, _, err = lightning("fit", "--config", config, "--trainer.max_steps", 8)
+    assert code == 0, err
+    assert "step 7/8 · loss" in err
+    assert "step 8/8 · loss" in err
+
+
+# Random states
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), np.random.rand(), torch.rand(()).item()
+
+
+def test_random_states_survive_a_safe_load_and_repeat_the_draws(tmp_path):
+    np.random.randn()  # leaves half a pair in the state
+    torch.save(random_states(), tmp_path / "states")
+    expected = [draws(), draws()]
+    restore_random_states(torch.load(tmp_path / "states", weights_only=True))
+    assert [draws(), draws()] == expected
+
+
+def test_checkpoint_of_a_run_is_loaded_safely(run_yaml, lightning, tmp_path):
+    assert lightning("fit", "--config", run_yaml())[0] == 0
+    path = tmp_path / "run" / "checkpoints" / "step-00000006.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    assert {"state_dict", "optimizer_states", "contract", "random_states"} <= checkpoint.keys()

@@ -1,0 +1,335 @@
+"""The module inside a Trainer: token mean, clip, skipped updates, figures of a step."""
+
+import csv
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import references
+import torch
+from conftest import Lightning, RunYaml
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, default_convert
+
+from callbacks.checkpoint import read_checkpoint
+from callbacks.trainer import Trainer
+from data.memmap import content_fingerprint
+from lm.generate import generate
+from lm.model import LM, ModelConfig
+from lm.module import LMModule, can_compile, stream_seed
+from lm.optim import OptimConfig
+
+CONFIG = ModelConfig(
+    vocab_size=11, d_model=12, n_layers=2, n_heads=3, ffn_dim=10, max_seq_len=6, init_std=0.2
+)
+OPTIM = OptimConfig(lr=0.01, warmup=0)
+
+
+def rows(*targets: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A batch whose rows have so many real targets each, the rest ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(CONFIG.vocab_size, (len(targets), 7), generator=generator)
+    labels = ids.clone()
+    for row, count in enumerate(targets):
+        labels[row, count + 1 :] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def cut(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
+    """The batch as micro-batches of so many rows."""
+    parts = zip(batch["input_ids"].split(size), batch["labels"].split(size), strict=True)
+    return [{"input_ids": ids, "labels": labels} for ids, labels in parts]
+
+
+class Batches(LightningDataModule):
+    """Hands out given micro-batches."""
+
+    def __init__(self, batches: list[dict[str, torch.Tensor]]) -> None:
+        super().__init__()
+        self.batches = batches
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.batches, batch_size=None, collate_fn=default_convert)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture
+def fit(tmp_path: Path):
+    """Train on micro-batches; returns the module and the figures of each step."""
+
+    def run(
+        batches: list[dict[str, torch.Tensor]], accumulate: int = 1, **trainer: Any
+    ) -> tuple[LMModule, list[dict[str, float]]]:
+        optim = trainer.pop("optim", OPTIM)
+        module = trainer.pop("module", None) or LMModule(
+            config=CONFIG, optim=optim, compile=False, seed=5
+        )
+        seen: list[dict[str, float]] = []
+        cast(Any, module).on_train_batch_end = lambda *_: seen.append(module.step_figures())
+        options = {"precision": "32-true", "gradient_clip_val": 1e9} | trainer
+        Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=len(batches) // accumulate,
+            accumulate_grad_batches=accumulate,
+            limit_val_batches=0,
+            logger=False,
+            enable_checkpointing=False,
+            default_root_dir=tmp_path,
+            **options,
+        ).fit(module, datamodule=Batches(batches))
+        return module, seen[accumulate - 1 :: accumulate]
+
+    return run
+
+
+def weights(module: LMModule) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in module.net.named_parameters()}
+
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning, about workers and loggers
+
+
+# The mean over tokens
+
+
+def test_loss_and_norm_are_means_over_the_targets_of_the_whole_step(fit):
+    batch = rows(3, 6, 1, 2)
+    (_, [whole]), (_, [split]) = fit([batch]), fit(cut(batch, 1), accumulate=4)
+    assert split["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-6)
+    assert split["optim/grad_norm"] == pytest.approx(whole["optim/grad_norm"], rel=1e-5)
+
+
+def test_loss_and_norm_equal_the_plain_reference(fit):
+    batch = rows(3, 6, 1, 2)
+    module = LMModule(config=CONFIG, optim=OPTIM, compile=False, seed=5)
+    module.configure_model()
+    hidden = module.net.model(batch["input_ids"][:, :-1])
+    total = references.cross_entropy_sum(hidden, module.net.head_weight, batch["labels"][:, 1:])
+    loss = total / (3 + 6 + 1 + 2)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in module.net.parameters() if p.grad is not None])
+    _, [figures] = fit(cut(batch, 2), accumulate=2)
+    assert figures["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert figures["optim/grad_norm"] == pytest.approx(norm.norm().item(), rel=1e-4)
+
+
+class Given(LMModule):
+    """Its losses are given: 6 over 3 targets, then 10 over 1."""
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        _, targets = super().loss(batch)
+        total = {3: 6.0, 1: 10.0}[int((targets != -100).sum())]
+        return total + 0.0 * self.net.head_weight.sum(), targets
+
+
+def test_sums_of_six_over_three_and_ten_over_one_make_four(fit):
+    module = Given(config=CONFIG, optim=OPTIM, compile=False)
+    _, [figures] = fit([rows(3), rows(1)], accumulate=2, module=module)
+    assert figures["train/loss"] == 4.0
+
+
+def test_step_without_targets_changes_no_weight_by_its_gradient(fit):
+    no_decay = OptimConfig(lr=0.01, warmup=0, weight_decay=0.0)
+    module, [figures] = fit([rows(0, 0)], optim=no_decay)
+    fresh = LMModule(config=CONFIG, seed=5)
+    fresh.configure_model()
+    assert figures["train/loss"] == 0
+    assert figures["optim/grad_norm"] == 0
+    assert all(torch.equal(p, weights(fresh)[name]) for name, p in weights(module).items())
+
+
+def test_micro_batch_without_targets_leaves_the_mean_of_the_others(fit):
+    normal, empty = rows(5, 4), rows(0, 0)
+    (_, [alone]), (_, [both]) = fit([normal]), fit([normal, empty], accumulate=2)
+    assert both["train/loss"] == pytest.approx(alone["train/loss"], rel=1e-6)
+    assert both["optim/grad_norm"] == pytest.approx(alone["optim/grad_norm"], rel=1e-5)
+
+
+# Clip
+
+
+def test_logged_norm_is_the_one_before_clipping(fit):
+    (_, [free]), (_, [clipped]) = fit([rows(6)]), fit([rows(6)], gradient_clip_val=1e-6)
+    assert clipped["optim/grad_norm"] == pytest.approx(free["optim/grad_norm"], rel=1e-5)
+
+
+def test_clip_scales_the_gradient_to_the_limit(fit):
+    module, _ = fit([rows(6, 2)], gradient_clip_val=0.125)
+    gradients = [p.grad for p in module.net.parameters() if p.grad is not None]
+    assert torch.nn.utils.get_total_norm(gradients).item() == pytest.approx(0.125, rel=1e-4)
+
+
+def test_norms_of_bf16_and_fp32_agree(fit):
+    (_, [wide]), (_, [narrow]) = fit([rows(6, 6)]), fit([rows(6, 6)], precision="bf16-mixed")
+    assert narrow["optim/grad_norm"] == pytest.approx(wide["optim/grad_norm"], rel=0.05)
+
+
+# Learning rate
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_rates_are_a_function_of_updates_alone(fit, accumulate: int):
+    optim = OptimConfig(lr=0.01, warmup=5)
+    _, steps = fit([rows(6)] * (20 * accumulate), accumulate=accumulate, optim=optim)
+    rates = [figures["optim/lr"] for figures in steps]
+    assert rates[:6] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01, 0.01])
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert rates[-1] >= 0.001
+
+
+# Gradients that are not finite
+
+
+class Poisoned(LMModule):
+    """Has an infinite loss from one step on, for so many steps."""
+
+    bad_steps = range(0)
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        total, targets = super().loss(batch)
+        bad = self.trainer.training and self.trainer.global_step in self.bad_steps
+        return total * (math.inf if bad else 1.0), targets
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_update_with_a_gradient_not_finite_is_skipped_and_counted(fit, fused: bool):
+    optim = OptimConfig(lr=0.01, warmup=0, fused=fused)
+    module = Poisoned(config=CONFIG, optim=optim, compile=False, seed=5)
+    module.bad_steps = range(1, 3)
+    before: list[dict[str, torch.Tensor]] = []
+    cast(Any, module).on_train_batch_start = lambda *_: before.append(weights(module))
+    _, steps = fit([rows(6, seed=i) for i in range(4)], module=module)
+    assert all(torch.equal(before[1][name], before[3][name]) for name in before[1])
+    assert not all(torch.equal(before[3][name], p) for name, p in weights(module).items())
+    assert all(p.isfinite().all() for p in weights(module).values())
+    assert steps[-1]["optim/skipped_steps"] == 2
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_moments_stay_when_an_update_is_skipped(fit, fused: bool):
+    optim = OptimConfig(lr=0.01, warmup=0, fused=fused)
+    good, bad = rows(6, seed=0), rows(6, seed=1)
+    module = Poisoned(config=CONFIG, optim=optim, compile=False, seed=5)
+    module.bad_steps = range(1, 2)
+    fit([good, bad], module=module)
+    plain, _ = fit([good], optim=optim)
+    skipped, once = (cast(Any, m.optimizers()).optimizer.state_dict() for m in (module, plain))
+    for left, right in zip(skipped["state"].values(), once["state"].values(), strict=True):
+        assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_run_that_diverged_stops_with_names_and_the_way_on(fit):
+    module = Poisoned(config=CONFIG, optim=OPTIM, compile=False, max_skipped_steps=3)
+    module.bad_steps = range(2, 99)
+    with pytest.raises(RuntimeError, match="not finite in 3 steps in a row") as caught:
+        fit([rows(6)] * 8, module=module)
+    assert "bad now: model.embed_tokens.weight" in str(caught.value)
+    assert "the last finite step was 2." in str(caught.value)
+    assert "--model.optim.lr 0.0033" in str(caught.value)
+
+
+def test_no_room_for_skipped_steps_is_refused():
+    with pytest.raises(ValueError, match=r"model\.max_skipped_steps is 0: must be at least 1"):
+        LMModule(max_skipped_steps=0)
+
+
+# Start
+
+
+def test_initial_weights_depend_on_the_seed_alone():
+    built = []
+    for noise in (1, 2):
+        torch.manual_seed(noise)
+        module = LMModule(config=CONFIG, seed=5)
+        module.configure_model()
+        built.append(weights(module))
+    assert all(torch.equal(built[0][name], built[1][name]) for name in built[0])
+
+
+def test_stream_seeds_differ_by_every_part():
+    seeds = {
+        stream_seed(a, b, c, d) for a in (0, 1) for b in (0, 1) for c in (0, 1) for d in (0, 1)
+    }
+    assert len(seeds) == 16
+
+
+def test_compile_without_compiler_is_refused(fit, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "")
+    assert not can_compile("cpu")
+    module = LMModule(config=CONFIG, optim=OPTIM, compile=True)
+    with pytest.raises(ValueError, match=r"model\.compile is true, but torch\.compile finds no"):
+        fit([rows(6)], module=module)
+
+
+# Learning and evaluation through the command line
+
+
+def column(root: Path, name: str) -> list[float]:
+    with (root / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+
+
+def test_first_loss_is_that_of_a_uniform_guess_and_falls(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    config = run_yaml({"trainer.max_steps": 60, "model.optim.lr": 0.01})
+    code, _, err = lightning("fit", "--config", config)
+    assert code == 0, err
+    losses = column(tmp_path / "run", "train/loss")
+    # 32 targets at logits of variance 0.1 leave the mean uncertain by 0.06.
+    assert losses[0] == pytest.approx(math.log(320) + 0.05, abs=0.18)
+    assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
+
+
+def test_validation_figures_agree_with_each_other(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    lightning("fit", "--config", run_yaml({"data.eval_train": True}))
+    root = tmp_path / "run"
+    for loss, perplexity in zip(
+        column(root, "val/loss"), column(root, "val/perplexity"), strict=True
+    ):
+        assert perplexity == pytest.approx(math.exp(loss), rel=1e-6)
+    assert len(column(root, "train/eval_loss")) == len(column(root, "val/bits_per_byte")) == 2
+
+
+def test_double_shift_cannot_hide(lightning: Lightning, run_yaml: RunYaml, counting: Path):
+    config = run_yaml(
+        {
+            "data.path": str(counting),
+            "trainer.max_steps": 200,
+            "trainer.log_every_n_steps": 50,
+            "model.optim.lr": 0.01,
+            "checkpoint.every_n_steps": 200,
+        }
+    )
+    code, _, err = lightning("fit", "--config", config)
+    assert code == 0, err
+    checkpoint = read_checkpoint(counting.parent / "run" / "checkpoints" / "step-00000200.ckpt")
+    model = LM(ModelConfig(**checkpoint["model_config"]))
+    model.load_state_dict(
+        {name.removeprefix("net."): p for name, p in checkpoint["state_dict"].items()}
+    )
+    new = generate(
+        model, [8, 9, 10], max_new_tokens=5, temperature=0.0, top_k=None, top_p=None, seed=0,
+        eos_id=None, n_tokens=64,
+    )  # fmt: skip
+    assert list(new) == [11, 12, 13, 14, 15]
+
+
+@pytest.fixture
+def counting(tmp_path: Path, corpus: Path) -> Path:
+    """A prepared folder whose ids count 0 … 63 round and round."""
+    folder = tmp_path / "counting"
+    shutil.copytree(corpus, folder)
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    for split, count in (("train", 4096), ("val", 512)):
+        path = folder / f"{split}.bin"
+        (np.arange(count) % 64).astype("<u2").tofile(path)
+        meta[split] |= {"tokens": count, "fingerprint": content_fingerprint(path)}
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    return folder

@@ -1,0 +1,238 @@
+"""The run folder: one owner at a time, and a record that survives damage."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from callbacks.run_folder import (
+    RunRecord,
+    commit,
+    contract,
+    filesystem_type,
+    lock,
+    replace_text,
+    volatile_folder,
+)
+
+ROOT = Path(__file__).parent.parent
+NO_MODULE: Any = None
+HOLD = """
+import sys
+from pathlib import Path
+from callbacks.run_folder import lock
+held = lock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+# Lock
+
+
+def test_folder_is_refused_while_its_owner_lives_and_free_after_its_sigkill(tmp_path):
+    root, pipe = tmp_path / "run", subprocess.PIPE
+    command = [sys.executable, "-c", HOLD, root]
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as owner:
+        assert owner.stdout
+        assert owner.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="is in use") as refusal:
+            lock(root)
+        owner.send_signal(signal.SIGKILL)
+    assert f"{root} is in use by another run (process {owner.pid}): " in str(refusal.value)
+    lock(root).close()
+
+
+def test_refusal_names_the_owner_and_the_ways_out(tmp_path):
+    with lock(tmp_path), pytest.raises(ValueError, match="is in use") as refusal:
+        lock(tmp_path)
+    assert str(refusal.value) == (
+        f"{tmp_path} is in use by another run (process {os.getpid()}): two runs must not write to "
+        "one folder; stop that one or give another trainer.default_root_dir"
+    )
+
+
+def test_lock_names_its_latest_owner_alone(tmp_path):
+    (tmp_path / ".lock").write_text("123456789\n", encoding="utf-8")
+    lock(tmp_path).close()
+    assert (tmp_path / ".lock").read_text(encoding="utf-8") == f"{os.getpid()}\n"
+
+
+def test_lock_makes_the_folder(tmp_path):
+    lock(tmp_path / "runs" / "new").close()
+    assert (tmp_path / "runs" / "new").is_dir()
+
+
+# Small files
+
+
+def test_replaced_text_leaves_only_the_new_file(tmp_path):
+    path = tmp_path / "run.json"
+    replace_text(path, "old")
+    replace_text(path, "λ new\n")
+    assert path.read_text(encoding="utf-8") == "λ new\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_interrupted_replacement_leaves_the_old_text(tmp_path, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "run.json"
+    replace_text(path, "old")
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(KeyboardInterrupt):
+        replace_text(path, "new")
+    assert path.read_text(encoding="utf-8") == "old"
+
+
+# Volatile folders
+
+
+@pytest.mark.parametrize("place", ["/tmp", "/var/tmp"])
+def test_temporary_folder_is_volatile(place):
+    root = Path(place, "runs", "a")
+    assert volatile_folder(root) in (
+        f"{root} is under a temporary folder that systems clean",
+        f"{root} is on a tmpfs: it is gone after a reboot",
+    )
+
+
+@pytest.mark.skipif(filesystem_type(Path("/dev/shm")) != "tmpfs", reason="needs a tmpfs")
+def test_tmpfs_is_volatile():
+    root = Path("/dev/shm/runs/a")
+    assert volatile_folder(root) == f"{root} is on a tmpfs: it is gone after a reboot"
+
+
+def test_ordinary_folder_is_not_volatile():
+    assert volatile_folder(Path("/usr/runs/a")) is None
+
+
+def mounts(*lines: str) -> Any:
+    return lambda *_, **__: "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("/runs/a", "tmpfs"), ("/runs", "tmpfs"), ("/runsx/a", "ext4"), ("/runs/nfs/a", "nfs4")],
+)
+def test_file_system_is_that_of_the_nearest_mount(path, kind, monkeypatch):
+    lines = ("/dev/a / ext4 rw 0 0", "none /runs tmpfs rw 0 0", "host:/x /runs/nfs nfs4 rw 0 0")
+    monkeypatch.setattr(Path, "read_text", mounts(*lines))
+    assert filesystem_type(Path(path)) == kind
+
+
+def test_file_system_is_unknown_without_proc(monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert filesystem_type(Path("/runs")) is None
+
+
+# Record
+
+
+class Part:
+    """A module or a datamodule with a contract."""
+
+    def __init__(self, folder: Path | None = None, **values: Any) -> None:
+        self.values = values
+        self.tokenizer_path = folder and folder / "tokenizer.json"
+
+    def contract(self) -> dict[str, Any]:
+        return self.values
+
+
+def stand_in(root: Path, **changes: Any) -> Any:
+    """What RunRecord asks of a Trainer."""
+    data = root / "data"
+    data.mkdir(exist_ok=True)
+    (data / "tokenizer.json").write_text('{"λ": 1}', encoding="utf-8")
+    values = {
+        "default_root_dir": str(root),
+        "fast_dev_run": 0,
+        "global_step": 0,
+        "max_steps": 9,
+        "gradient_clip_val": None,
+        "accumulate_grad_batches": 2,
+        "precision": "32-true",
+        "world_size": 1,
+        "strategy": SimpleNamespace(root_device=torch.device("cpu")),
+        "lightning_module": Part(seed_everything=5),
+        "datamodule": Part(data, fingerprint="abc"),
+    }
+    return SimpleNamespace(**values | changes)
+
+
+def record(root: Path, **changes: Any) -> dict[str, Any]:
+    """Start a run and read its record."""
+    RunRecord().on_train_start(stand_in(root, **changes), NO_MODULE)
+    return json.loads((root / "run.json").read_text(encoding="utf-8"))
+
+
+def test_record_keeps_earlier_starts(tmp_path):
+    record(tmp_path)
+    record(tmp_path, global_step=4)
+    starts = record(tmp_path, global_step=6)["starts"]
+    assert [start["step"] for start in starts] == [0, 4, 6]
+    assert starts[0]["command"] == sys.argv
+
+
+@pytest.mark.parametrize("damaged", ["", '{"starts": [', "{}", "[]", "null"])
+def test_damaged_record_is_written_anew(tmp_path, damaged):
+    (tmp_path / "run.json").write_text(damaged, encoding="utf-8")
+    assert [start["step"] for start in record(tmp_path, global_step=4)["starts"]] == [4]
+
+
+def test_record_tells_versions_device_and_contract(tmp_path):
+    found = record(tmp_path)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["device"].startswith("cpu (")
+    assert found["contract"]["seed_everything"] == 5
+
+
+def test_record_puts_the_tokenizer_beside_it(tmp_path):
+    record(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_text(encoding="utf-8") == '{"λ": 1}'
+
+
+def test_trial_run_leaves_no_record(tmp_path):
+    trainer = stand_in(tmp_path, fast_dev_run=2)
+    RunRecord().on_train_start(trainer, NO_MODULE)
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_contract_joins_module_data_and_trainer(tmp_path):
+    found = contract(stand_in(tmp_path))
+    assert (found["seed_everything"], found["fingerprint"]) == (5, "abc")
+    assert found["trainer.accumulate_grad_batches"] == 2
+    assert found["version of torch"] == torch.__version__
+
+
+def test_contract_leaves_out_parts_that_have_none(tmp_path):
+    found = contract(stand_in(tmp_path, lightning_module=object(), datamodule=None))
+    assert [key for key in found if not key.startswith(("trainer.", "version of "))] == []
+
+
+def test_machine_without_git_has_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit() is None
+
+
+# Configuration
+
+
+def test_configuration_left_by_a_run_lengthens_it(run_yaml, lightning, tmp_path):
+    assert lightning("fit", "--config", run_yaml())[0] == 0
+    config = tmp_path / "run" / "config.yaml"
+    assert "every_n_steps: 2" in config.read_text(encoding="utf-8")
+    code, _, err = lightning("fit", "--config", config)
+    assert (code, err.splitlines()[-1]) == (0, "finished at step 6 of 6")

@@ -1,0 +1,181 @@
+"""Stop signals: the step is finished and saved, and the exit code is the shell's."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from callbacks.checkpoint import AtomicCheckpoint
+from callbacks.signals import EXIT_CODES, StopSignals
+
+ROOT = Path(__file__).parent.parent
+NO_MODULE: Any = None
+CODES = [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)]
+ENDLESS = {
+    "trainer.max_steps": 1_000_000,
+    "trainer.val_check_interval": 1_000_000,
+    "checkpoint.every_n_steps": 1_000_000,
+}
+
+
+def fit_until_signalled(config: Path, number: signal.Signals) -> tuple[int, list[str]]:
+    """Start a run, send the signal once it trains; its exit code and lines on stderr."""
+    command = [sys.executable, "cli.py", "fit", "--config", str(config)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr
+        lines = [run.stderr.readline()]
+        while lines[-1] and not lines[-1].startswith("step "):
+            lines.append(run.stderr.readline())
+        run.send_signal(number)
+        lines += run.stderr.readlines()
+    return run.returncode, [line.rstrip("\n") for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [CODES[0], *(pytest.param(*c, marks=pytest.mark.slow) for c in CODES[1:])]
+)
+def test_signalled_run_saves_leaves_with_its_code_and_resumes(
+    number, code, run_yaml, lightning, tmp_path
+):
+    config = run_yaml(ENDLESS)
+    found, lines = fit_until_signalled(config, number)
+    told = re.fullmatch(rf"{number.name}: saved at step (\d+) of 1000000; .* from here", lines[-1])
+    assert (found, "Traceback" in "".join(lines)) == (code, False)
+    assert told
+    step = int(told[1])
+    saved = tmp_path / "run" / "checkpoints" / f"step-{step:08d}.ckpt"
+    assert list(saved.parent.iterdir()) == [saved]
+    code, _, err = lightning("fit", "--config", config, "--trainer.max_steps", step + 2)
+    assert code == 0, err
+    assert f"resuming from {saved} at step {step}\n" in err
+    assert f"done: {step + 2} steps" in err
+
+
+# Where a run may stop
+
+
+class Saver(AtomicCheckpoint):
+    """Notes at which steps a save is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+    def save_now(self, trainer: Any, verify: bool = False) -> None:
+        self.steps.append(trainer.global_step)
+
+
+def stand_in(**changes: Any) -> Any:
+    """What StopSignals asks of a Trainer."""
+    values = {
+        "accumulate_grad_batches": 3,
+        "enable_validation": True,
+        "val_check_batch": 12,
+        "global_step": 2,
+        "max_steps": 20,
+        "max_seconds": None,
+        "world_size": 1,
+        "is_global_zero": True,
+        "state": SimpleNamespace(fn="fit"),
+        "checkpoint_callbacks": [Saver()],
+    }
+    return SimpleNamespace(**values | changes)
+
+
+@pytest.fixture
+def signalled():
+    """Stop signals of a training that got SIGTERM."""
+    callback: Any = StopSignals()
+    callback.on_train_start(stand_in(), None)
+    signal.raise_signal(signal.SIGTERM)
+    yield callback
+    callback.teardown(stand_in(), None, "fit")
+
+
+@pytest.mark.parametrize("batch_idx", [3, 4])
+def test_step_is_finished_first(signalled, batch_idx):
+    trainer = stand_in()
+    signalled.on_train_batch_end(trainer, None, None, None, batch_idx)
+    assert trainer.checkpoint_callbacks[0].steps == []
+
+
+def test_run_stops_after_the_save_at_the_step_edge(signalled, capsys):
+    trainer = stand_in()
+    with pytest.raises(SystemExit) as stop:
+        signalled.on_train_batch_end(trainer, None, None, None, 5)
+    assert (stop.value.code, trainer.checkpoint_callbacks[0].steps) == (143, [2])
+    assert capsys.readouterr().err == (
+        "\nSIGTERM: saved at step 2 of 20; the same command goes on from here\n"
+    )
+
+
+def test_validation_that_is_due_comes_before_the_stop(signalled):
+    trainer = stand_in(global_step=4)
+    signalled.on_train_batch_end(trainer, None, None, None, 11)
+    with pytest.raises(SystemExit) as stop:
+        signalled.on_validation_end(trainer, None)
+    assert (stop.value.code, trainer.checkpoint_callbacks[0].steps) == (143, [4])
+
+
+def test_validation_outside_a_fit_is_not_stopped_at_its_end(signalled):
+    trainer = stand_in(state=SimpleNamespace(fn="validate"))
+    signalled.on_validation_end(trainer, None)
+    assert trainer.checkpoint_callbacks[0].steps == []
+
+
+def test_second_signal_leaves_at_once_with_the_code_of_the_first(signalled):
+    with pytest.raises(SystemExit) as stop:
+        signal.raise_signal(signal.SIGINT)
+    assert stop.value.code == 143
+
+
+def test_run_without_a_signal_goes_on():
+    callback, trainer = StopSignals(), stand_in()
+    callback.on_train_batch_end(trainer, NO_MODULE, None, None, 5)
+    assert trainer.checkpoint_callbacks[0].steps == []
+
+
+@pytest.mark.parametrize("number", EXIT_CODES)
+def test_earlier_handlers_are_put_back_after_the_run(number):
+    before = signal.getsignal(number)
+    callback: Any = StopSignals()
+    callback.on_train_start(stand_in(), None)
+    during = signal.getsignal(number)
+    callback.teardown(stand_in(), None, "fit")
+    assert (during != before, signal.getsignal(number)) == (True, before)
+
+
+# Time limit
+
+
+@pytest.fixture
+def budgeted():
+    """Stop signals of a training with 10 s, of which so many are over at the next step edge."""
+
+    def after(seconds: float) -> Any:
+        clock = iter([0.0, seconds])
+        callback = StopSignals(lambda: next(clock))
+        callback.on_train_start(stand_in(max_seconds=10.0), NO_MODULE)
+        callback.teardown(stand_in(), NO_MODULE, "fit")
+        return callback
+
+    return after
+
+
+def test_run_leaves_with_zero_when_its_time_is_up(budgeted, capsys):
+    trainer = stand_in()
+    with pytest.raises(SystemExit) as stop:
+        budgeted(10.0).on_train_batch_end(trainer, NO_MODULE, None, None, 5)
+    assert (stop.value.code, trainer.checkpoint_callbacks[0].steps) == (0, [2])
+    assert "time is up: saved at step 2 of 20" in capsys.readouterr().err
+
+
+def test_run_with_time_left_goes_on(budgeted):
+    trainer = stand_in()
+    budgeted(9.0).on_train_batch_end(trainer, NO_MODULE, None, None, 5)
+    assert trainer.checkpoint_callbacks[0].steps == []
