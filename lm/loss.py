@@ -26,33 +26,19 @@ def softmax_step(
 ) -> tuple[Float[Tensor, " R"], Float[Tensor, "R V"]]:
     """Loss of each row and the gradient of their sum to the logits, both zero where ignored.
 
-    All in fp32 whatever the logits are, and p - 1 of the target is formed in fp32 too: on
-    confident tokens a bf16 softmax has the right sum and a gradient that is wrong by 100 %.
+    All in fp32 whatever the logits are, the p - 1 of the target too: on confident tokens a bf16
+    softmax has the right sum and a gradient that is wrong by 100 %. fp32 logits are overwritten.
     """
-    wide = logits.float()
-    real = targets != IGNORE_INDEX
-    index = torch.where(real, targets, 0).unsqueeze(1)
-    log_sum = torch.logsumexp(wide, dim=1)
-    loss = torch.where(real, log_sum - wide.gather(1, index).squeeze(1), 0.0)
-    columns = torch.arange(wide.shape[1], device=wide.device)
-    gradient = torch.exp(wide - log_sum.unsqueeze(1)) - (columns == index).float()
-    return loss, torch.where(real.unsqueeze(1), gradient, 0.0).to(logits.dtype)
-
-
-def softmax_step_eager(
-    logits: Float[Tensor, "R V"], targets: Int[Tensor, " R"]
-) -> tuple[Float[Tensor, " R"], Float[Tensor, "R V"]]:
-    """`softmax_step` with in-place passes, for where no compiler fuses them."""
     real = targets != IGNORE_INDEX
     index = torch.where(real, targets, 0).unsqueeze(1)
     wide = logits.float()
     log_sum = torch.logsumexp(wide, dim=1, keepdim=True)
     loss = torch.where(real, (log_sum - wide.gather(1, index)).squeeze(1), 0.0)
-    # float() of fp32 logits is no copy, and the caller needs them no more.
-    gradient = wide.sub_(log_sum).exp_()
-    gradient.scatter_add_(1, index, torch.full_like(log_sum, -1.0))
-    gradient.masked_fill_(~real.unsqueeze(1), 0.0)
-    return loss, gradient.to(logits.dtype)
+    # exp(x - inf) is 0: an ignored row needs no pass of its own.
+    log_sum = log_sum.masked_fill(~real.unsqueeze(1), torch.inf)
+    gradient = wide.sub_(log_sum).exp_().to(logits.dtype)
+    # Of an ignored row this is expm1(-0), which is 0 as well.
+    return loss, gradient.scatter_(1, index, torch.expm1(-loss).unsqueeze(1).to(logits.dtype))
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -107,13 +93,12 @@ def cross_entropy_sum(
     weight: Float[Tensor, "V D"],
     targets: Int[Tensor, "B T"],
     chunk_rows: int = CHUNK_ROWS,
-    step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = softmax_step_eager,
+    step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = softmax_step,
 ) -> Float[Tensor, ""]:
     """Sum in nats over all targets that are not `IGNORE_INDEX`; 0 when there are none.
 
     Matrix products run in the autocast type where autocast is on; softmax, loss and the sum of
-    the head's gradient over chunks are fp32. `step` is the per-chunk kernel: `softmax_step`
-    compiled, or `softmax_step_eager`.
+    the head's gradient over chunks are fp32. `step` is `softmax_step`, compiled or not.
     """
     return ChunkedCrossEntropy.apply(
         hidden.flatten(0, 1), weight, targets.flatten(), chunk_rows, step

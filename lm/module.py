@@ -14,7 +14,7 @@ from jaxtyping import Int
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step, softmax_step_eager
+from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step
 from lm.model import LM, ModelConfig, plain_keys
 from lm.optim import OptimConfig, build_optimizer, use_fused
 from lm.schedule import warmup_cosine, warmup_steps
@@ -87,7 +87,7 @@ class LMModule(LightningModule):
         self.compiled = False
         self.token_bytes: Tensor | None = None
         self.validation_figures: dict[str, float] = {}
-        self.loss_step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = softmax_step_eager
+        self.loss_step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = softmax_step
         self._step_figures: dict[str, Tensor | float] = {}
         self._window = self._totals = torch.zeros(0)
         self._divisor = 0

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-
 import torch
+import yaml
 
 import cli
 from data import prepare
+
+# Tiny tensors gain nothing from threads, and those wait in vain where the machine is busy.
+torch.set_num_threads(1)
 
 Lightning = Callable[..., tuple[int, str, str]]
 """Runs one command line and returns its exit code, stdout and stderr."""
