@@ -1,14 +1,17 @@
 """Checkpoints that are whole or not there, and the state a run resumes from."""
 
 import errno
+import functools
 import os
 import pickle
 import random
 import re
 import shutil
 import sys
+import time
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -187,17 +190,64 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
         os.close(folder)
 
 
+class Copies:
+    """Copies of nested plain containers; their tensors lie in buffers that are used again.
+
+    A copy into fresh memory takes three times as long, for its page faults.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple, Tensor] = {}
+
+    def of(self, value: Any, *place: Any) -> Any:
+        """The value as it is now, on the CPU; the copy before it is overwritten."""
+        if isinstance(value, Tensor):
+            buffer = self._buffers.get(place)
+            if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+                buffer = self._buffers[place] = torch.empty_like(value, device="cpu")
+            return buffer.copy_(value)
+        if isinstance(value, dict):
+            return {key: self.of(item, *place, key) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self.of(item, *place, i) for i, item in enumerate(value))
+        return value
+
+
 class AtomicCheckpointIO(CheckpointIO):
-    """Lightning's way to the functions above; `last` is resolved here, on rank 0 alone."""
+    """Lightning's way to the functions above.
+
+    A save holds up training for a copy; one thread writes it, and a next save waits for it.
+    `last` is resolved here, on rank 0 alone.
+    """
 
     def __init__(self, trainer: Trainer, check: Callable[[dict[str, Any]], None]) -> None:
         self.trainer = trainer
         self.check = check
+        self._copies = Copies()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._job: Future[None] | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        write_checkpoint(checkpoint, Path(path))
+        self.wait()
+        copy = self._copies.of(checkpoint)
+        self._job = self._thread.submit(write_checkpoint, copy, Path(path))
+
+    def then(self, finish: Callable[[BaseException | None], None]) -> None:
+        """Call with the error of the write in flight, or None, when it is over."""
+        write = self._job
+        assert write is not None
+        self._job = self._thread.submit(lambda: finish(write.exception()))
+
+    def wait(self) -> None:
+        """Return when nothing is in flight; raises what it raised."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
+
+    def teardown(self) -> None:
+        self.wait()
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
@@ -253,22 +303,35 @@ class AtomicCheckpoint(Checkpoint):
     """Saves at step edges, keeps a bounded number of files, and checks what a run resumes from."""
 
     def __init__(
-        self, *, every_n_steps: int = 1000, keep_last: int = 3, keep_every: int | None = None
+        self,
+        *,
+        every_n_steps: int = 1000,
+        every_minutes: float | None = None,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Say when to save and what to keep.
 
         Args:
             every_n_steps: Optimizer steps between saves. The last step and each new best
                 validation loss are saved too.
+            every_minutes: Save too when so many minutes have gone by since the last save.
             keep_last: Newest files kept, beside the best by validation loss.
             keep_every: Keep the files of every so many steps for good.
+            now: Clock in seconds.
         """
         for name, value in (("every_n_steps", every_n_steps), ("keep_last", keep_last)):
             if value < 1:
                 raise ValueError(f"checkpoint.{name} is {value}: must be at least 1")
         if keep_every is not None and keep_every < 1:
             raise ValueError(f"checkpoint.keep_every is {keep_every}: must be at least 1, or null")
+        if every_minutes is not None and not every_minutes > 0:
+            raise ValueError(f"checkpoint.every_minutes is {every_minutes}: must be above 0")
         self.every_n_steps = every_n_steps
+        self.every_minutes = every_minutes
+        self._now = now
+        self._saved_at = now()
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.best: dict[str, float] = {}
@@ -307,17 +370,28 @@ class AtomicCheckpoint(Checkpoint):
             self.save_now(trainer, verify=new_best)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.wait(trainer)
         if self._saved_step != trainer.global_step > 0:
-            self.save_now(trainer, verify=True)
+            self.save_now(trainer)
+            self.wait(trainer)
         if self._failure:
             raise RuntimeError(f"the last checkpoint could not be written: {self._failure}")
 
     def _due(self, trainer: Trainer) -> bool:
         step = trainer.global_step
-        return step % self.every_n_steps == 0 or step == trainer.max_steps
+        if step % self.every_n_steps == 0 or step == trainer.max_steps:
+            return True
+        if self.every_minutes is None:
+            return False
+        # Clocks differ between ranks: the first one's holds for all.
+        over = self._now() - self._saved_at >= 60 * self.every_minutes
+        return trainer.strategy.broadcast(over)
 
     def save_now(self, trainer: Trainer, verify: bool = False) -> None:
-        """Write the state of the step just finished, unless that was done already."""
+        """Begin to write the state of the step just finished, unless that was done already.
+
+        Returns when the state is copied; `wait` returns when it is on disk.
+        """
         step = trainer.global_step
         if is_dry_run(trainer) or step == self._saved_step:
             return
@@ -325,24 +399,38 @@ class AtomicCheckpoint(Checkpoint):
         for logger in trainer.loggers:
             logger.save()
         path = Path(trainer.default_root_dir, FOLDER, f"step-{step:08d}.ckpt")
+        self._saved_step, self._saved_at = step, self._now()
+        verify = verify or step == trainer.max_steps
         try:
             trainer.save_checkpoint(path)
-            fault = damage(path) if verify or step == trainer.max_steps else None
         except (OSError, RuntimeError) as error:
-            fault = str(error)
-        # A failed write costs the file and not the run.
+            self._finish(path, verify, error)
+            return
+        if trainer.is_global_zero:
+            finish = functools.partial(self._finish, path, verify, best=self.best.get("step"))
+            cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).then(finish)
+
+    def wait(self, trainer: Trainer) -> None:
+        """Return when the write in flight is over."""
+        cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).wait()
+
+    def _finish(
+        self, path: Path, verify: bool, error: BaseException | None, best: float | None = None
+    ) -> None:
+        """After a write: check it where asked, then drop what is not kept."""
+        fault = str(error) if error else damage(path) if verify else None
+        # A failed write costs the file and not the run; the last step's is tried once more.
         self._failure = f"{path}: {fault}" if fault else None
         if self._failure:
+            self._saved_step = -1
             announce(f"error: checkpoint not saved: {self._failure}; training goes on")
-            return
-        self._saved_step = step
-        if trainer.is_global_zero:
-            self._retain(path.parent)
+        else:
+            self._retain(path.parent, best)
 
-    def _retain(self, folder: Path) -> None:
+    def _retain(self, folder: Path, best: float | None) -> None:
         for place, (step, path) in enumerate(checkpoints(folder)):
             forever = self.keep_every is not None and step % self.keep_every == 0
-            if place >= self.keep_last and step != self.best.get("step") and not forever:
+            if place >= self.keep_last and step != best and not forever:
                 path.unlink(missing_ok=True)
 
     # What a checkpoint holds beside Lightning's own

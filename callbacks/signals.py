@@ -65,6 +65,7 @@ class StopSignals(Checkpoint):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, AtomicCheckpoint):
                 callback.save_now(trainer)
+                callback.wait(trainer)
         if trainer.is_global_zero:
             reason = "time is up" if number == TIME_IS_UP else signal.Signals(number).name
             announce(

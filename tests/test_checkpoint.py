@@ -81,6 +81,10 @@ def unexpected(what: Any) -> None:
     pytest.fail(f"unexpected: {what}")
 
 
+def any_trainer(stand_in: Any) -> Any:
+    return stand_in
+
+
 class Saver:
     """What AtomicCheckpoint asks of a Trainer while it saves."""
 
@@ -94,15 +98,22 @@ class Saver:
         self.fast_dev_run = 0
         self.loggers: list[Any] = []
         self.state = SimpleNamespace(fn="fit")
-        self.strategy = SimpleNamespace(broadcast=lambda value: value)
+        self.strategy = SimpleNamespace(
+            broadcast=lambda value: value,
+            checkpoint_io=AtomicCheckpointIO(any_trainer(self), print),
+        )
         self.most_files = 0
         self.error: Exception | None = None
 
     def save_checkpoint(self, path: Path) -> None:
         if self.error:
             raise self.error
-        write_checkpoint(content(self.global_step), path)
-        self.most_files = max(self.most_files, len(checkpoints(path.parent)))
+        io = self.strategy.checkpoint_io
+        io.save_checkpoint(content(self.global_step), path)
+        io.then(lambda _: self.count_files(path.parent))
+
+    def count_files(self, folder: Path) -> None:
+        self.most_files = max(self.most_files, len(checkpoints(folder)))
 
     @property
     def kept(self) -> list[int]:
@@ -114,12 +125,14 @@ def train(callback: AtomicCheckpoint, trainer: Any, *steps: int) -> None:
     for step in steps:
         trainer.global_step = step
         callback.on_train_batch_end(trainer, NO_MODULE, None, None, step - 1)
+        callback.wait(trainer)
 
 
 def validate(callback: AtomicCheckpoint, trainer: Any, step: int, loss: float) -> None:
     trainer.global_step = step
     module: Any = SimpleNamespace(validation_figures={"val/loss": loss})
     callback.on_validation_end(trainer, module)
+    callback.wait(trainer)
 
 
 # Writing

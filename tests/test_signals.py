@@ -69,6 +69,9 @@ class Saver(AtomicCheckpoint):
     def save_now(self, trainer: Any, verify: bool = False) -> None:
         self.steps.append(trainer.global_step)
 
+    def wait(self, trainer: Any) -> None:
+        assert self.steps, "nothing to wait for"
+
 
 def stand_in(**changes: Any) -> Any:
     """What StopSignals asks of a Trainer."""
