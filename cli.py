@@ -8,7 +8,9 @@ import contextlib
 import difflib
 import io
 import os
+import random
 import re
+import shutil
 import signal
 import sys
 import time
@@ -145,6 +147,53 @@ def prepare(argv: list[str]) -> None:
         )
 
 
+def drill(argv: list[str]) -> None:
+    """Prove on this machine that a run killed at the worst moments ends with the same bits."""
+    parser = LineParser(prog="lightning drill", description=drill.__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--kills", type=int, default=5, help="how often the run is killed")
+    add("--steps", type=int, help="shorten the run to so many optimizer steps")
+    add("--seed", type=int, default=0, help="of the moments and times")
+    parser.epilog = "All other options are those of lightning fit, --config first of all."
+    options, run = parser.parse_known_args([whole_number(text) for text in argv])
+    if options.kills < 1:
+        raise UserError(f"--kills is {options.kills}: must be at least 1")
+
+    from callbacks import drill as fire_drill
+
+    config = run_cli("prepare", run).config
+    root = Path(config.trainer.default_root_dir + "-drill")
+    shutil.rmtree(root, ignore_errors=True)
+    steps = [] if options.steps is None else [f"--trainer.max_steps={options.steps}"]
+    draw = random.Random(options.seed)
+    plan = fire_drill.plan_kills(
+        options.kills,
+        draw,
+        accumulates=config.trainer.accumulate_grad_batches > 1,
+        validates=config.trainer.limit_val_batches != 0,
+    )
+    say = print_in_place if sys.stderr.isatty() else lambda line: None
+    print(f"drill: {options.kills} kills, seed {options.seed}, in {root}", flush=True)
+    starts, found, bits = fire_drill.drill(
+        [*run, *steps, "--trainer.log_every_n_steps=1"], root, plan, draw, say
+    )
+    print(f"\n{'start':>5}  {'resumed from':<14}{'killed':<28}{'last step seen':>14}")
+    for number, start in enumerate(starts, 1):
+        killed = start.moment if start.code else f"{start.moment}, not reached" * bool(start.moment)
+        print(f"{number:>5}  {start.resumed_from:<14}{killed:<28}{start.last_step:>14}")
+    kills = sum(start.code != 0 for start in starts)
+    for line in found[:5]:
+        print(f"differs: {line}")
+    print(f"drill: {kills} kills, {bits} differing bits")
+    if found:
+        raise RuntimeError(f"the killed run differs in {len(found)} places; both are in {root}")
+
+
+def print_in_place(line: str) -> None:
+    """Show a passing line on a terminal."""
+    print(f"\r{line:<78}", end="", file=sys.stderr, flush=True)
+
+
 def run_cli(command: str, argv: list[str]) -> Any:
     """Parse a run's configuration by LightningCLI and run the command on it."""
     for file in config_files(argv):
@@ -156,7 +205,9 @@ def run_cli(command: str, argv: list[str]) -> Any:
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     from callbacks.checkpoint import AtomicCheckpoint, resolve
+    from callbacks.ddp import RestartInvariantDDP, die_with_parent
     from callbacks.metrics_csv import MetricsCSV, SeamlessTensorBoard
+    from callbacks.moments import VARIABLE, Moments, reach
     from callbacks.progress import Progress
     from callbacks.run_folder import RunConfig, RunRecord, lock
     from callbacks.signals import StopSignals
@@ -168,6 +219,8 @@ def run_cli(command: str, argv: list[str]) -> Any:
 
     runs = command != "prepare"
     quiet_libraries()
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        die_with_parent()
     if not torch.cuda.is_available():
         keep_freed_memory()
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -224,6 +277,7 @@ def run_cli(command: str, argv: list[str]) -> Any:
             root = Path(self.trainer.default_root_dir)
             writes = self.trainer.is_global_zero and not is_dry_run(self.trainer)
             with lock(root) if writes else contextlib.nullcontext():
+                reach("start-up")
                 found = resolve(ckpt_path, root, starts=True)
                 self.trainer.fit(model, ckpt_path=found, weights_only=True, **kwargs)
 
@@ -233,12 +287,15 @@ def run_cli(command: str, argv: list[str]) -> Any:
                 model, ckpt_path=found, weights_only=True, verbose=False, **kwargs
             )
 
+    callbacks = [RestartInvariantDDP(), RunRecord(), Throughput(), Progress(), StopSignals()]
+    if VARIABLE in os.environ:
+        callbacks.append(Moments())
     return LMCLI(
         LMModule,
         LMDataModule,
         trainer_class=Trainer,
         parser_class=Parser,
-        trainer_defaults={"callbacks": [RunRecord(), Throughput(), Progress(), StopSignals()]},
+        trainer_defaults={"callbacks": callbacks},
         save_config_callback=RunConfig,
         save_config_kwargs={"save_to_log_dir": False},
         auto_configure_optimizers=False,
@@ -253,9 +310,9 @@ def quiet_libraries() -> None:
     import logging
 
     # After the import of lightning, which sets its loggers back.
-    for name in ("pytorch", "pytorch.utilities.rank_zero", "fabric.utilities.rank_zero"):
-        logging.getLogger(f"lightning.{name}").setLevel(logging.ERROR)
-    logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.ERROR)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("lightning"):
+            logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(lightning|torch|jsonargparse)(\.|$)")
 
 
@@ -389,6 +446,27 @@ class LineParser(argparse.ArgumentParser):
         raise UserError(hinted(message, keys))
 
 
+def verify(argv: list[str]) -> None:
+    """Say of each checkpoint of a run whether it is whole."""
+    parser = LineParser(prog="lightning verify", description=verify.__doc__, allow_abbrev=False)
+    parser.add_argument("--ckpt_path", required=True, help="run folder or checkpoint file")
+    place = Path(parser.parse_args(argv).ckpt_path)
+
+    from callbacks.checkpoint import checkpoints, damage
+
+    if not place.exists():
+        raise UserError(f"--ckpt_path {place} does not exist; give a run folder or a checkpoint")
+    files = [path for _, path in checkpoints(place)] if place.is_dir() else [place]
+    if not files:
+        raise UserError(f"{place} holds no checkpoint; give a run folder or a file")
+    faults = {path: damage(path) for path in files}
+    for path, fault in faults.items():
+        print(f"{path}: {'whole' if fault is None else fault}")
+    if any(faults.values()):
+        bad = sum(fault is not None for fault in faults.values())
+        raise RuntimeError(f"{bad} of {len(files)} checkpoints are damaged")
+
+
 def sample(argv: list[str]) -> None:
     """Write text with a trained model."""
     parser = LineParser(prog="lightning sample", description=sample.__doc__, allow_abbrev=False)
@@ -480,6 +558,8 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "validate": validate,
     "prepare": prepare,
     "sample": sample,
+    "verify": verify,
+    "drill": drill,
 }
 
 if __name__ == "__main__":

@@ -20,8 +20,10 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from callbacks.moments import reach, watched
 from callbacks.run_folder import contract
 from callbacks.trainer import at_step_edge, is_dry_run, validation_follows
 
@@ -173,9 +175,11 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     temporary = path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}")
     try:
         with temporary.open("wb") as file:
-            torch.save(checkpoint, file)
+            torch.save(checkpoint, watched(file))
             file.flush()
+            reach("before fsync")
             os.fsync(file.fileno())
+        reach("before replace")
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -264,14 +268,14 @@ class AtomicCheckpointIO(CheckpointIO):
                 raise ValueError(str(found))
         checkpoint = read_checkpoint(found)
         self.check(checkpoint)
-        if self.trainer.is_global_zero:
-            announce(f"resuming from {found} at step {checkpoint['global_step']}")
+        announce(f"resuming from {found} at step {checkpoint['global_step']}")
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
         Path(path).unlink(missing_ok=True)
 
 
+@rank_zero_only
 def announce(line: str) -> None:
     """Say something that the user should see once, on stderr."""
     print(line, file=sys.stderr, flush=True)
@@ -425,6 +429,7 @@ class AtomicCheckpoint(Checkpoint):
             self._saved_step = -1
             announce(f"error: checkpoint not saved: {self._failure}; training goes on")
         else:
+            reach("before retention")
             self._retain(path.parent, best)
 
     def _retain(self, folder: Path, best: float | None) -> None:
@@ -476,7 +481,7 @@ class AtomicCheckpoint(Checkpoint):
                 f"the checkpoint belongs to another run: {'; '.join(faults)}; go back to the old "
                 "values, or start anew in another trainer.default_root_dir"
             )
-        if trainer.state.fn == "fit" and trainer.is_global_zero:
+        if trainer.state.fn == "fit":
             for key in differ:
                 announce(f"changed since the checkpoint: {key} {old[key]} -> {new[key]}")
         self._random_states = checkpoint["random_states"]

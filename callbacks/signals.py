@@ -66,13 +66,15 @@ class StopSignals(Checkpoint):
             if isinstance(callback, AtomicCheckpoint):
                 callback.save_now(trainer)
                 callback.wait(trainer)
-        if trainer.is_global_zero:
-            reason = "time is up" if number == TIME_IS_UP else signal.Signals(number).name
-            announce(
-                f"\n{reason}: saved at step {trainer.global_step} of "
-                f"{trainer.max_steps}; the same command goes on from here"
-            )
-        raise SystemExit(EXIT_CODES.get(signal.Signals(number), 0))
+        # No rank may leave while another still writes: who started it would end it.
+        trainer.strategy.barrier()
+        reason = "time is up" if number == TIME_IS_UP else signal.Signals(number).name
+        announce(
+            f"\n{reason}: saved at step {trainer.global_step} of {trainer.max_steps}; "
+            "the same command goes on from here"
+        )
+        # Another rank's code is for the one that started it, which kills all ranks on any but 0.
+        raise SystemExit(EXIT_CODES.get(signal.Signals(number), 0) if trainer.is_global_zero else 0)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for number, handler in self._before.items():

@@ -266,6 +266,11 @@ class LMDataModule(LightningDataModule):
             persistent_workers=self.num_workers > 0,
         )
 
+    def dummy_batch(self) -> dict[str, Tensor]:
+        """A batch of the training shape whose ids are all 0."""
+        ids = torch.zeros(self.micro_batch_size, self.seq_len + 1, dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids}
+
     # Position
 
     def state_dict(self) -> dict[str, Any]:

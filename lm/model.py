@@ -279,7 +279,7 @@ class LM(nn.Module):
         """Draw new weights from torch's global generator.
 
         The normed hidden state has length √D, so a head of standard deviation s gives logits of
-        variance D·s² and a first loss of ln V + D·s²/2. s = √(0.1/D) keeps that at ln V + 0.05
+        variance D·s² and a first loss of ln V + D·s²/2. s = √(0.05/D) keeps that at ln V + 0.025
         for every width, where a fixed 0.02 would start a wide model far above ln V.
         """
         config = self.config
@@ -288,7 +288,7 @@ class LM(nn.Module):
             if parameter.dim() < 2:
                 nn.init.ones_(parameter)
             elif parameter is self.head_weight:
-                nn.init.normal_(parameter, std=math.sqrt(0.1 / config.d_model))
+                nn.init.normal_(parameter, std=math.sqrt(0.05 / config.d_model))
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.normal_(parameter, std=end_std)
             else:

@@ -82,6 +82,7 @@ def stand_in(**changes: Any) -> Any:
         "global_step": 2,
         "max_steps": 20,
         "max_seconds": None,
+        "strategy": SimpleNamespace(barrier=lambda: None),
         "world_size": 1,
         "is_global_zero": True,
         "state": SimpleNamespace(fn="fit"),

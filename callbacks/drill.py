@@ -1,0 +1,176 @@
+"""The fire drill: a run that is killed and resumed against one that is not, bit for bit."""
+
+import csv
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from callbacks.checkpoint import checkpoints, newest_whole, read_checkpoint
+from callbacks.moments import MOMENTS, VARIABLE
+
+# Figures of a row that are times and sizes of a process, not of the run.
+OF_THE_PROCESS = ("throughput/", "time/", "memory/")
+COMPARED = ("state_dict", "optimizer_states", "lr_schedulers", "LMDataModule")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of the run that is killed."""
+
+    moment: str
+    code: int
+    resumed_from: str
+    last_step: str
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    """metrics.csv without what differs between two processes."""
+    with (run / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        return [
+            {name: value for name, value in row.items() if not name.startswith(OF_THE_PROCESS)}
+            for row in csv.DictReader(file)
+        ]
+
+
+def differences(one: Any, other: Any, where: str = "") -> Iterator[tuple[str, int]]:
+    """Places where two nested containers differ, and in how many bits of a tensor."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            yield where, 8 * max(one.nbytes, other.nbytes)
+        elif not torch.equal(one, other):
+            bits = one.flatten().view(torch.uint8) ^ other.flatten().view(torch.uint8)
+            yield where, sum(int((bits >> place & 1).sum()) for place in range(8))
+    elif isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        for key in one:
+            yield from differences(one[key], other[key], f"{where}.{key}".lstrip("."))
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        if len(one) != len(other):
+            yield where, 1
+        for i, (left, right) in enumerate(zip(one, other, strict=False)):
+            yield from differences(left, right, f"{where}[{i}]")
+    elif one != other:
+        yield where, 1
+
+
+def run_to_the_end(command: list[str], moment: str, seconds: float, say: Any) -> Start:
+    """Start the run with a kill ahead: at a moment inside it, or after so many seconds."""
+    environment = dict(os.environ)
+    environment.pop(VARIABLE, None)
+    if moment not in ("random", ""):
+        environment[VARIABLE] = moment
+    process = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + seconds
+    resumed, step, lines = "step 0", "-", list[str]()
+    assert process.stderr is not None
+    os.set_blocking(process.stderr.fileno(), False)
+    rest = ""
+    while True:
+        rest += process.stderr.read() or ""
+        *whole, rest = rest.split("\n")
+        for line in whole:
+            lines.append(line)
+            if match := re.search(r"resuming from .* at step (\d+)", line):
+                resumed = f"step {match[1]}"
+            if match := re.match(r"step +(\d+)/", line):
+                step = match[1]
+                say(f"{moment or 'to the end'}: step {step}")
+        if moment == "random" and time.monotonic() >= deadline:
+            kill_all(process)
+            moment = f"random, after {seconds:.1f} s"
+            break
+        if process.poll() is not None:
+            break
+        time.sleep(0.02)
+    code = process.wait()
+    kill_all(process)
+    if code not in (0, -signal.SIGKILL):
+        raise RuntimeError(f"the run could not go on (exit code {code}): {' '.join(lines[-3:])}")
+    return Start(moment=moment, code=code, resumed_from=resumed, last_step=step)
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """Kill every process of the run and wait until all are gone."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def plan_kills(kills: int, draw: random.Random, accumulates: bool, validates: bool) -> list[str]:
+    """Moments of the kills: each named one in turn, every eighth at random."""
+    possible = [
+        moment
+        for moment in MOMENTS
+        if (accumulates or moment != "inside accumulation")
+        and (validates or moment != "during validation")
+    ]
+    plan = []
+    for kill in range(kills):
+        moment = [*possible, "random"][kill % (len(possible) + 1)]
+        # Some way into the run, where it can: parts of a file and micro-batches are many.
+        many = moment in ("inside accumulation", "during validation", "while writing")
+        plan.append(
+            moment if moment == "random" else f"{moment}:{draw.randint(1, 9 if many else 1)}"
+        )
+    return plan
+
+
+def drill(
+    arguments: list[str], root: Path, plan: list[str], draw: random.Random, say: Any
+) -> tuple[list[Start], list[str], int]:
+    """Run once in peace and once with kills; returns the starts, the differences and their bits.
+
+    Args:
+        arguments: Of `lightning fit`, without the run folder.
+        root: Folder for both runs; what an earlier drill left there is removed by the caller.
+        plan: From `plan_kills`.
+        draw: Source of the random times.
+        say: Told of the progress, in one line.
+    """
+    command = [sys.executable, "-m", "cli", "fit", *arguments, "--trainer.default_root_dir"]
+    began = time.monotonic()
+    run_to_the_end([*command, str(root / "whole")], "", 0.0, lambda line: say(f"in peace, {line}"))
+    whole_seconds = time.monotonic() - began
+    starts = []
+    for number, moment in enumerate([*plan, ""], 1):
+        seconds = draw.uniform(0.0, whole_seconds)
+        start = run_to_the_end(
+            [*command, str(root / "killed")],
+            moment,
+            seconds,
+            lambda line, number=number: say(f"start {number} of {len(plan) + 1}, {line}"),
+        )
+        starts.append(start)
+    found = compare(root / "whole", root / "killed")
+    return starts, [f"{where}: {bits} bits" for where, bits in found], sum(b for _, b in found)
+
+
+def compare(whole: Path, killed: Path) -> list[tuple[str, int]]:
+    """Differences of two finished runs: rows first, then final weights and moments."""
+    found = []
+    left, right = rows(whole), rows(killed)
+    if len(left) != len(right):
+        found.append((f"metrics.csv: {len(left)} rows and {len(right)}", 1))
+    for one, other in zip(left, right, strict=False):
+        for name in one:
+            if one[name] != other.get(name):
+                found.append((f"step {one['step']} {name}: {one[name]} and {other.get(name)}", 1))
+    final = [read_checkpoint(newest_whole(run, print)) for run in (whole, killed)]
+    for key in COMPARED:
+        found += differences(final[0][key], final[1][key], key)
+    if [step for step, _ in checkpoints(whole)] != [step for step, _ in checkpoints(killed)]:
+        found.append(("the steps of the kept checkpoints", 1))
+    return found
