@@ -1,24 +1,24 @@
 """Command line of Relight: wires model, data and callbacks together.
 
-Heavy imports stand inside the functions that need them: help and mistakes answer at once.
+Heavy imports stand inside the functions that need them: help and a mistyped command answer at once.
 """
 
 import argparse
 import contextlib
 import difflib
 import io
+import linecache
 import os
 import random
-import re
 import shutil
 import signal
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 # Configuration keys that always follow another one.
 LINKS = {
@@ -27,11 +27,6 @@ LINKS = {
     "data.seed": "seed_everything",
     "data.vocab_size": "model.config.vocab_size",
 }
-NO_DEFAULT_RUN = "runs/default"
-
-
-class UserError(Exception):
-    """A mistake of the user: one line on stderr, exit code 2."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,11 +46,15 @@ def main(argv: list[str] | None = None) -> int:
         if command is None:
             near = difflib.get_close_matches(argv[0], COMMANDS, 1)
             hint = f"did you mean {near[0]}?" if near else "the command comes first"
-            raise UserError(f"{argv[0]} is not a command; {hint} ({', '.join(COMMANDS)})")
+            raise ValueError(f"{argv[0]} is not a command; {hint} ({', '.join(COMMANDS)})")
         command(argv[1:])
         return 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BrokenPipeError:
+        # Who read our output has had enough; Python would complain again when it closes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:
         return report(error)
     finally:
@@ -86,15 +85,11 @@ def leave(number: int, frame: object) -> NoReturn:
 
 def report(error: Exception) -> int:
     """Say what went wrong, in one line where the cause is the user's or the machine's."""
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    if os.environ.get("RELIGHT_TRACEBACK") == "1":
-        traceback.print_exception(error)
-    by_user = isinstance(error, UserError | MisconfigurationException) or (
-        isinstance(error, ValueError) and raised_here(error)
-    )
+    by_user = isinstance(error, ValueError) and raised_here(error)
     of_run = isinstance(error, OSError) or (isinstance(error, RuntimeError) and raised_here(error))
-    if not by_user and not of_run:
+    # Lightning's word for a mistake in the Trainer's arguments; looked up without an import.
+    by_user = by_user or type(error).__name__ == "MisconfigurationException"
+    if os.environ.get("RELIGHT_TRACEBACK") == "1" or not (by_user or of_run):
         traceback.print_exception(error)
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     return 2 if by_user else 1
@@ -109,10 +104,11 @@ def raised_here(error: Exception) -> bool:
         return False
     home = Path(__file__).resolve().parent
     path = Path(place.tb_frame.f_code.co_filename).resolve()
-    return path.is_relative_to(home) and path.relative_to(home).parts[0] in (
+    ours = path.is_relative_to(home) and path.relative_to(home).parts[0] in (
         *("lm", "data", "callbacks"),
         "cli.py",
     )
+    return ours and linecache.getline(str(path), place.tb_lineno).lstrip().startswith("raise")
 
 
 # Commands over a run's configuration
@@ -134,9 +130,9 @@ def prepare(argv: list[str]) -> None:
 
     data = run_cli("prepare", argv).datamodule
     if data.corpus is None:
-        raise UserError(
-            f"data.corpus is not set, so there is nothing to fill data.path {data.path} from; set "
-            "it to python or stdlib"
+        raise ValueError(
+            f"data.corpus is not set, so there is nothing to make data.path {data.path} of; bring "
+            "a folder with its four files, or set data.corpus to python or stdlib"
         )
     meta = prepare_corpus(data.corpus, data.path, data.vocab_size)
     for split in ("train", "val"):
@@ -147,6 +143,57 @@ def prepare(argv: list[str]) -> None:
         )
 
 
+def plan(argv: list[str]) -> None:
+    """Show everything that can be known of a run without training."""
+    as_json = "--json" in argv
+    cli = run_cli("plan", [word for word in argv if word != "--json"])
+
+    import json
+
+    import torch
+
+    from callbacks.peak_flops import peak_flops
+    from data.prepare import load_meta, missing_files
+    from lm.plan import RunPlan, ledger, table
+
+    trainer, data, checkpoint = cli.config.trainer, cli.datamodule, cli.config.checkpoint
+    root = Path(trainer.default_root_dir)
+    there = next(folder for folder in (root, *root.resolve().parents) if folder.exists())
+    meta = None if missing_files(data.path) else load_meta(data.path)
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    given = cli.config.throughput.peak_tflops
+    found = ledger(
+        RunPlan(
+            config=cli.model.config,
+            optim=cli.model.optim_config,
+            micro_batch_size=data.micro_batch_size,
+            accumulate=trainer.accumulate_grad_batches,
+            devices=count_devices(trainer.devices) * trainer.num_nodes,
+            max_steps=None if trainer.max_steps == -1 else trainer.max_steps,
+            total_tokens=data.total_tokens,
+            epochs=data.epochs,
+            data_tokens=meta["train"]["tokens"] if meta else None,
+            val_tokens=meta["val"]["tokens"] if meta else None,
+            tokenizer_size=meta["vocab_size"] if meta else None,
+            save_every=checkpoint.every_n_steps,
+            kept_files=checkpoint.keep_last + 1,  # and the best
+            free_bytes=shutil.disk_usage(there).free,
+            peak_flops=given * 1e12 if given else peak_flops(name, "bf16-mixed"),
+        )
+    )
+    print(json.dumps(found, indent=1) if as_json else table(found))
+
+
+def count_devices(asked: Any) -> int:
+    """Devices that `trainer.devices` stands for; auto and -1 are all of this machine."""
+    import torch
+
+    if isinstance(asked, list):
+        return len(asked)
+    whole = str(asked).isdecimal() and int(asked) > 0
+    return int(asked) if whole else max(1, torch.cuda.device_count())
+
+
 def drill(argv: list[str]) -> None:
     """Prove on this machine that a run killed at the worst moments ends with the same bits."""
     parser = LineParser(prog="lightning drill", description=drill.__doc__, allow_abbrev=False)
@@ -155,9 +202,9 @@ def drill(argv: list[str]) -> None:
     add("--steps", type=int, help="shorten the run to so many optimizer steps")
     add("--seed", type=int, default=0, help="of the moments and times")
     parser.epilog = "All other options are those of lightning fit, --config first of all."
-    options, run = parser.parse_known_args([whole_number(text) for text in argv])
+    options, run = parser.parse_known_args(argv)
     if options.kills < 1:
-        raise UserError(f"--kills is {options.kills}: must be at least 1")
+        raise ValueError(f"--kills is {options.kills}: must be at least 1")
 
     from callbacks import drill as fire_drill
 
@@ -196,28 +243,23 @@ def print_in_place(line: str) -> None:
 
 def run_cli(command: str, argv: list[str]) -> Any:
     """Parse a run's configuration by LightningCLI and run the command on it."""
-    for file in config_files(argv):
-        check_config(file)
-
     import jsonargparse
     import torch
     import yaml
-    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-    from callbacks.checkpoint import AtomicCheckpoint, resolve
+    from callbacks.config import RunParser, check_config, config_files, load_yaml
     from callbacks.ddp import RestartInvariantDDP, die_with_parent
-    from callbacks.metrics_csv import MetricsCSV, SeamlessTensorBoard
-    from callbacks.moments import VARIABLE, Moments, reach
+    from callbacks.moments import VARIABLE, Moments
     from callbacks.progress import Progress
-    from callbacks.run_folder import RunConfig, RunRecord, lock
+    from callbacks.run_folder import RunConfig, RunRecord
     from callbacks.signals import StopSignals
-    from callbacks.throughput import Throughput
-    from callbacks.trainer import Trainer, is_dry_run
+    from callbacks.trainer import Trainer
     from data.datamodule import LMDataModule
     from lm.cpu import keep_freed_memory
     from lm.module import LMModule
 
-    runs = command != "prepare"
+    for file in config_files(argv):
+        check_config(file, LINKS)
     quiet_libraries()
     if os.environ.get("LOCAL_RANK", "0") != "0":
         die_with_parent()
@@ -225,76 +267,15 @@ def run_cli(command: str, argv: list[str]) -> Any:
         keep_freed_memory()
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     jsonargparse.set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
-
-    class Parser(LightningArgumentParser):
-        keys: ClassVar[list[str]] = []
-
-        def parse_args(self, args: list[str] | None = None, *rest: Any, **options: Any) -> Any:
-            given = sys.argv[1:] if args is None else args
-            return super().parse_args([whole_number(text) for text in given], *rest, **options)
-
-        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            raise UserError(hinted(" ".join(message.split()), Parser.keys)) from None
-
-    class LMCLI(LightningCLI):
-        @staticmethod
-        def subcommands() -> dict[str, set[str]]:
-            loaders = {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
-            return {command: loaders | {"weights_only", "verbose"}}
-
-        def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-            parser.add_argument(
-                "--seed_everything", type=int, default=1337, help="Of weights, data order, dropout."
-            )
-
-        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-            parser.add_lightning_class_args(AtomicCheckpoint, "checkpoint")
-            for target, source in LINKS.items():
-                parser.link_arguments(source, target)
-            parser.set_defaults({"trainer.default_root_dir": NO_DEFAULT_RUN})
-            if not runs:
-                parser.add_argument("--ckpt_path", help="Of a run; nothing to this command.")
-            Parser.keys = [action.dest for action in parser._actions]
-
-        def _parse_ckpt_path(self) -> None:
-            """Not Lightning's: that lets a file's settings override the command line's."""
-
-        def instantiate_classes(self) -> None:
-            try:
-                super().instantiate_classes()
-            except (TypeError, ValueError) as error:
-                raise UserError(str(error)) from error
-
-        def instantiate_trainer(self, **kwargs: Any) -> Any:
-            if not runs:
-                return None
-            root = Path(self._get(self.config_init, "trainer")["default_root_dir"])
-            if self._get(self.config_init, "trainer")["logger"] is None:
-                kwargs["logger"] = [SeamlessTensorBoard(root), MetricsCSV(root)]
-            return super().instantiate_trainer(**kwargs)
-
-        def fit(self, model: LMModule, ckpt_path: str | None = None, **kwargs: Any) -> None:
-            root = Path(self.trainer.default_root_dir)
-            writes = self.trainer.is_global_zero and not is_dry_run(self.trainer)
-            with lock(root) if writes else contextlib.nullcontext():
-                reach("start-up")
-                found = resolve(ckpt_path, root, starts=True)
-                self.trainer.fit(model, ckpt_path=found, weights_only=True, **kwargs)
-
-        def validate(self, model: LMModule, ckpt_path: str | None = None, **kwargs: Any) -> None:
-            found = resolve(ckpt_path or "last", Path(self.trainer.default_root_dir))
-            self.trainer.validate(
-                model, ckpt_path=found, weights_only=True, verbose=False, **kwargs
-            )
-
-    callbacks = [RestartInvariantDDP(), RunRecord(), Throughput(), Progress(), StopSignals()]
+    callbacks = [RestartInvariantDDP(), RunRecord(), Progress(), StopSignals()]
     if VARIABLE in os.environ:
         callbacks.append(Moments())
-    return LMCLI(
+    runs = command in ("fit", "validate")
+    return cli_class(command, runs)(
         LMModule,
         LMDataModule,
         trainer_class=Trainer,
-        parser_class=Parser,
+        parser_class=RunParser,
         trainer_defaults={"callbacks": callbacks},
         save_config_callback=RunConfig,
         save_config_kwargs={"save_to_log_dir": False},
@@ -303,6 +284,77 @@ def run_cli(command: str, argv: list[str]) -> Any:
         args=[command, *argv] if runs else argv,
         run=runs,
     )
+
+
+def cli_class(command: str, runs: bool) -> type:
+    """LightningCLI for one command; one that runs nothing only parses and makes the parts."""
+    from jsonargparse.typing import restricted_number_type
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+    from callbacks.checkpoint import AtomicCheckpoint, resolve
+    from callbacks.config import RunParser
+    from callbacks.metrics_csv import MetricsCSV, SeamlessTensorBoard
+    from callbacks.moments import reach
+    from callbacks.run_folder import lock
+    from callbacks.throughput import Throughput
+    from callbacks.trainer import is_dry_run
+
+    class LMCLI(LightningCLI):
+        @staticmethod
+        def subcommands() -> dict[str, set[str]]:
+            loaders = {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
+            return {command: loaders | {"weights_only", "verbose"}}
+
+        def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+            seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**32)])
+            words = "Of initial weights, data order and dropout."
+            parser.add_argument("--seed_everything", type=seed, default=1337, help=words)
+
+        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+            parser.add_lightning_class_args(AtomicCheckpoint, "checkpoint")
+            parser.add_class_arguments(Throughput, "throughput", skip={"now"})
+            parser.callback_keys.append("throughput")
+            for target, source in LINKS.items():
+                # As a plain int: a checkpoint holds the seed, and no type of a library.
+                parser.link_arguments(source, target, compute_fn=int)
+            if not runs:
+                parser.add_argument("--ckpt_path", help="Of a run; nothing to this command.")
+            RunParser.keys = [action.dest for action in parser._actions]
+
+        def _parse_ckpt_path(self) -> None:
+            """Not Lightning's: that lets a file's settings override the command line's."""
+
+        def instantiate_classes(self) -> None:
+            try:
+                super().instantiate_classes()
+            except (TypeError, ValueError) as error:
+                raise ValueError(str(error)) from error
+
+        def instantiate_trainer(self, **kwargs: Any) -> Any:
+            given = self._get(self.config_init, "trainer")
+            if given["logger"] is None:
+                root = Path(given["default_root_dir"])
+                kwargs["logger"] = [SeamlessTensorBoard(root), MetricsCSV(root)]
+            return super().instantiate_trainer(**kwargs) if runs else None
+
+        def fit(self, model: Any, ckpt_path: str | None = None, **kwargs: Any) -> None:
+            root = Path(self.trainer.default_root_dir)
+            if is_dry_run(self.trainer):
+                return self.trainer.fit(model, weights_only=True, **kwargs)
+            with lock(root) if self.trainer.is_global_zero else contextlib.nullcontext():
+                reach("start-up")
+                found = resolve(ckpt_path, root, starts=True)
+                self.trainer.fit(model, ckpt_path=found, weights_only=True, **kwargs)
+
+        def validate(self, model: Any, ckpt_path: str | None = None, **kwargs: Any) -> None:
+            if self.trainer.limit_val_batches == 0:
+                raise ValueError("trainer.limit_val_batches is 0: there is nothing to validate on")
+            found = resolve(ckpt_path or "last", Path(self.trainer.default_root_dir))
+            self.trainer.validate(
+                model, ckpt_path=found, weights_only=True, verbose=False, **kwargs
+            )
+
+    return LMCLI
 
 
 def quiet_libraries() -> None:
@@ -316,125 +368,6 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", module=r"(lightning|torch|jsonargparse)(\.|$)")
 
 
-# Configuration files
-
-
-def config_files(argv: list[str]) -> Iterator[Path]:
-    """The files named by --config or -c."""
-    for i, word in enumerate(argv):
-        name, equals, value = word.partition("=")
-        if name in ("--config", "-c"):
-            if not equals:
-                value = argv[i + 1] if i + 1 < len(argv) else ""
-            yield Path(value)
-
-
-def check_config(file: Path) -> None:
-    """Find what the parser would not say well: a missing file, broken YAML, a linked key.
-
-    Raises:
-        UserError: names the file and the way out.
-    """
-    import yaml
-
-    if not file.is_file():
-        raise UserError(f"--config {file} does not exist; the shipped ones are in configs/")
-    try:
-        content = load_yaml(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{file} holds no keys; write one key: value a line, as in configs/")
-    for target, source in LINKS.items():
-        value = nested(content, target)
-        if value is not None and value != nested(content, source):
-            raise UserError(
-                f"{file}: {target} is {value}, but it always follows {source} "
-                f"({nested(content, source)}); give {source} alone"
-            )
-
-
-def nested(content: Any, key: str) -> Any:
-    """Value of a dotted key in nested mappings, or None."""
-    for part in key.split("."):
-        content = content.get(part) if isinstance(content, dict) else None
-    return content
-
-
-def load_yaml(text: str) -> Any:
-    """YAML as configurations are written: 3e-4 is a number, 1e3 a whole one, no key twice.
-
-    Raises:
-        yaml.YAMLError: with the line of the fault.
-    """
-    import yaml
-    from jsonargparse._loaders_dumpers import get_yaml_default_loader, yaml_load
-
-    class Loader(get_yaml_default_loader()):
-        def construct_yaml_float(self, node: yaml.ScalarNode) -> float | int:
-            whole = whole_number(self.construct_scalar(node))
-            return int(whole) if re.fullmatch(r"[-+]?\d+", whole) else float(whole)
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-            seen: dict[Any, str] = {}
-            for key_node, value_node in node.value:
-                key, value = self.construct_object(key_node), str(value_node.value)
-                if key in seen:
-                    raise yaml.constructor.ConstructorError(
-                        problem=f"key {key!r} is written twice, with {seen[key]} and {value}",
-                        problem_mark=key_node.start_mark,
-                    )
-                seen[key] = value
-            return super().construct_mapping(node, deep)
-
-    Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_yaml_float)
-    content = yaml.load(text, Loader=Loader)
-    if isinstance(content, dict) and ":" in text:
-        # A section whose keys are all commented out is no section.
-        return {key: value for key, value in content.items() if value is not None or key in NULL}
-    return yaml_load(text)
-
-
-NULL = ("ckpt_path",)
-
-
-def whole_number(text: str) -> str:
-    """Write 1e3 as 1000, also behind --key=; anything else stays."""
-    match = re.fullmatch(r"(|--[\w.]+=)([-+]?\d+)[eE]\+?(\d{1,2})", text)
-    return f"{match[1]}{int(match[2]) * 10 ** int(match[3])}" if match else text
-
-
-def hinted(message: str, keys: list[str]) -> str:
-    """Parser's message, with the nearest key where one is unknown."""
-    match = re.search(r"does not accept option '([\w.]+)'|[oO]ption '([\w.]+)' is not", message)
-    match = match or re.search(r"[uU]nrecognized arguments: --([\w.]+)", message)
-    if match is None:
-        return message
-    key = next(group for group in match.groups() if group)
-    last = key.rsplit(".", 1)[-1]
-    homes = [known for known in keys if known.rsplit(".", 1)[-1] == last]
-    level = [known for known in keys if known.count(".") == key.count(".")]
-    near = difflib.get_close_matches(key, level, 1, cutoff=0.7) or [
-        known
-        for name in difflib.get_close_matches(last, [k.rsplit(".", 1)[-1] for k in keys], 1)
-        for known in keys
-        if known.rsplit(".", 1)[-1] == name
-    ]
-    if homes:
-        hint = f"{last} belongs at {' or '.join(homes)}"
-    elif near:
-        hint = f"did you mean {near[0]}?"
-    else:
-        section = key.split(".")[0]
-        known = sorted({k.split(".")[0] for k in keys})
-        hint = (
-            f"see lightning fit --help for the keys of {section}"
-            if section in known
-            else f"the sections are {', '.join(known)}"
-        )
-    return f"{key} is not a known key; {hint}"
-
-
 # Commands over a checkpoint
 
 
@@ -442,8 +375,12 @@ class LineParser(argparse.ArgumentParser):
     """Parser of the commands that take no run's configuration."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise `ValueError` instead of printing the usage."""
+        unknown = message.partition("unrecognized arguments: --")[2]
         keys = [action.dest for action in self._actions]
-        raise UserError(hinted(message, keys))
+        near = difflib.get_close_matches(unknown.split("=")[0].split(" ")[0], keys, 1)
+        hint = f"; did you mean --{near[0]}?" if near else f"; {self.prog} --help shows all options"
+        raise ValueError(message + hint)
 
 
 def verify(argv: list[str]) -> None:
@@ -455,10 +392,10 @@ def verify(argv: list[str]) -> None:
     from callbacks.checkpoint import checkpoints, damage
 
     if not place.exists():
-        raise UserError(f"--ckpt_path {place} does not exist; give a run folder or a checkpoint")
+        raise ValueError(f"--ckpt_path {place} does not exist; give a run folder or a checkpoint")
     files = [path for _, path in checkpoints(place)] if place.is_dir() else [place]
     if not files:
-        raise UserError(f"{place} holds no checkpoint; give a run folder or a file")
+        raise ValueError(f"{place} holds no checkpoint; give a run folder or a file")
     faults = {path: damage(path) for path in files}
     for path, fault in faults.items():
         print(f"{path}: {'whole' if fault is None else fault}")
@@ -478,85 +415,89 @@ def sample(argv: list[str]) -> None:
     add("--top_k", type=int, help="draw from the k likeliest tokens only")
     add("--top_p", type=float, help="draw from the fewest tokens whose mass reaches p")
     add("--seed", type=int, default=1337, help="of the draws")
-    add("--device", default="auto", help="auto, cpu, cuda, mps")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="where to run")
     add("--tokenizer", help="tokenizer.json; unset: the one in the run folder")
-    options = parser.parse_args([whole_number(text) for text in argv])
+    options = parser.parse_args(argv)
+    if not 0 <= options.seed < 2**63:
+        raise ValueError(f"--seed is {options.seed}: must be 0 or more and below 2^63")
 
+    from lm.generate import generate
+
+    model, tokenizer = load_trained(options.ckpt_path, options.device, options.tokenizer)
+    started, count = time.perf_counter(), 0
+    for prompt in options.prompt or [piped_prompt()]:
+        # Without a prompt a document starts, as after the end of another.
+        ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+        new = generate(
+            model,
+            ids,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+            eos_id=tokenizer.eos_id,
+            n_tokens=tokenizer.size,
+        )
+        print(prompt, end="", flush=True)
+        for text in tokenizer.decode_stream(new):
+            print(text, end="", flush=True)
+            count += 1
+        print(flush=True)
+    rate = count / (time.perf_counter() - started)
+    print(f"{count} tokens, {rate:.0f} tokens/s", file=sys.stderr)
+
+
+def piped_prompt() -> str:
+    """What stdin holds, as UTF-8."""
+    if sys.stdin.isatty():
+        raise ValueError("there is no prompt; give --prompt TEXT or pipe text in")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+    return sys.stdin.read()
+
+
+def load_trained(ckpt_path: str, device: str, tokenizer_path: str | None) -> tuple[Any, Any]:
+    """Model and tokenizer of a run folder or a checkpoint file."""
     import torch
 
     from callbacks.checkpoint import newest_whole, read_checkpoint
     from callbacks.trainer import device_type
     from data.tokenizer import TextTokenizer
-    from lm.generate import generate
     from lm.model import LM, ModelConfig, plain_keys
 
-    place = Path(options.ckpt_path)
+    place = Path(ckpt_path)
     if not place.exists():
-        raise UserError(f"--ckpt_path {place} does not exist; give a run folder or a checkpoint")
+        raise ValueError(f"--ckpt_path {place} does not exist; give a run folder or a checkpoint")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but this machine has none; leave it out or give cpu")
     path = (
         newest_whole(place, lambda line: print(line, file=sys.stderr)) if place.is_dir() else place
     )
     checkpoint = read_checkpoint(path)
-    run_folder = path.parent.parent
-    tokenizer = TextTokenizer.load(Path(options.tokenizer or run_folder / "tokenizer.json"))
+    if missing := {"contract", "model_config"} - checkpoint.keys():
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: it was not made by fit")
+    found = Path(tokenizer_path or path.parent.parent / "tokenizer.json")
+    if not found.is_file():
+        raise ValueError(f"{found} does not exist; name the tokenizer.json by --tokenizer")
+    tokenizer = TextTokenizer.load(found)
     trained = checkpoint["contract"]["tokenizer fingerprint"]
     if tokenizer.fingerprint != trained:
-        raise UserError(
-            f"{tokenizer.source} has fingerprint {tokenizer.fingerprint[:12]}, but {path} was "
-            f"trained with {trained[:12]}; give that one by --tokenizer"
+        raise ValueError(
+            f"{found} has fingerprint {tokenizer.fingerprint[:12]}, but {path} was trained with "
+            f"{trained[:12]}; give that one by --tokenizer"
         )
     model = LM(ModelConfig(**checkpoint["model_config"]))
     weights = plain_keys(checkpoint["state_dict"])
     model.load_state_dict({name.removeprefix("net."): t for name, t in weights.items()})
-    device = torch.device(device_type(options.device))
-    model.to(device)
-    prompts = options.prompt
-    if prompts is None:
-        if sys.stdin.isatty():
-            raise UserError("there is no prompt; give --prompt TEXT or pipe text in")
-        prompts = [sys.stdin.read()]
-    started, count = time.perf_counter(), 0
-    for prompt in prompts:
-        # Without a prompt a document starts, as after the end of another.
-        ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
-        new = counted(
-            generate(
-                model,
-                ids,
-                max_new_tokens=options.max_new_tokens,
-                temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
-                seed=options.seed,
-                eos_id=tokenizer.eos_id,
-                n_tokens=tokenizer.size,
-            )
-        )
-        print(prompt, end="", flush=True)
-        for text in tokenizer.decode_stream(new):
-            print(text, end="", flush=True)
-        print(flush=True)
-        count += new.count
-    seconds = time.perf_counter() - started
-    print(f"{count} tokens, {count / seconds:.0f} tokens/s", file=sys.stderr)
-
-
-class counted:
-    """Iterator that knows how many items it gave."""
-
-    def __init__(self, items: Iterator[int]) -> None:
-        self.items, self.count = items, 0
-
-    def __iter__(self) -> Iterator[int]:
-        for item in self.items:
-            self.count += 1
-            yield item
+    return model.to(device_type(device)), tokenizer
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "fit": fit,
     "validate": validate,
     "prepare": prepare,
+    "plan": plan,
     "sample": sample,
     "verify": verify,
     "drill": drill,

@@ -108,10 +108,15 @@ def resolve(ckpt_path: str | None, root: Path, starts: bool = False) -> Path | N
             raise ValueError(
                 f"ckpt_path {ckpt_path} does not exist; give last, best, a run folder or a file"
             )
+        place = Path(ckpt_path).resolve()
+        if starts and held and root.resolve() not in (place, *place.parents):
+            raise ValueError(
+                f"ckpt_path {ckpt_path} is of another run, and {root} already holds checkpoints of "
+                "its own; give another trainer.default_root_dir"
+            )
         return Path(ckpt_path)
     if not held:
         if starts and ckpt_path == "last":
-            announce(f"starting at step 0: {root} holds no checkpoint")
             return None
         raise ValueError(f"{root} holds no checkpoint; train first, or name one by --ckpt_path")
     if ckpt_path == "last":
@@ -268,7 +273,8 @@ class AtomicCheckpointIO(CheckpointIO):
                 raise ValueError(str(found))
         checkpoint = read_checkpoint(found)
         self.check(checkpoint)
-        announce(f"resuming from {found} at step {checkpoint['global_step']}")
+        what = "resuming from" if self.trainer.state.fn == "fit" else "evaluating"
+        announce(f"{what} {found} at step {checkpoint['global_step']}")
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -313,7 +319,6 @@ class AtomicCheckpoint(Checkpoint):
         every_minutes: float | None = None,
         keep_last: int = 3,
         keep_every: int | None = None,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Say when to save and what to keep.
 
@@ -323,7 +328,6 @@ class AtomicCheckpoint(Checkpoint):
             every_minutes: Save too when so many minutes have gone by since the last save.
             keep_last: Newest files kept, beside the best by validation loss.
             keep_every: Keep the files of every so many steps for good.
-            now: Clock in seconds.
         """
         for name, value in (("every_n_steps", every_n_steps), ("keep_last", keep_last)):
             if value < 1:
@@ -334,8 +338,8 @@ class AtomicCheckpoint(Checkpoint):
             raise ValueError(f"checkpoint.every_minutes is {every_minutes}: must be above 0")
         self.every_n_steps = every_n_steps
         self.every_minutes = every_minutes
-        self._now = now
-        self._saved_at = now()
+        self._now = time.monotonic
+        self._saved_at = self._now()
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.best: dict[str, float] = {}
@@ -349,7 +353,7 @@ class AtomicCheckpoint(Checkpoint):
         trainer.strategy.checkpoint_io = AtomicCheckpointIO(
             trainer, lambda checkpoint: self.check(trainer, checkpoint)
         )
-        if stage == "fit" and trainer.is_global_zero:
+        if stage == "fit" and trainer.is_global_zero and not is_dry_run(trainer):
             for stale in Path(trainer.default_root_dir, FOLDER).glob(f"*{TEMPORARY}*"):
                 stale.unlink(missing_ok=True)
 
@@ -374,12 +378,13 @@ class AtomicCheckpoint(Checkpoint):
             self.save_now(trainer, verify=new_best)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.wait(trainer)
-        if self._saved_step != trainer.global_step > 0:
+        failure = self.wait(trainer)
+        if failure or self._saved_step != trainer.global_step > 0:
+            self._saved_step = -1
             self.save_now(trainer)
-            self.wait(trainer)
-        if self._failure:
-            raise RuntimeError(f"the last checkpoint could not be written: {self._failure}")
+            failure = self.wait(trainer)
+        if failure:
+            raise RuntimeError(f"the last checkpoint could not be written: {failure}")
 
     def _due(self, trainer: Trainer) -> bool:
         step = trainer.global_step
@@ -414,9 +419,10 @@ class AtomicCheckpoint(Checkpoint):
             finish = functools.partial(self._finish, path, verify, best=self.best.get("step"))
             cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).then(finish)
 
-    def wait(self, trainer: Trainer) -> None:
-        """Return when the write in flight is over."""
+    def wait(self, trainer: Trainer) -> str | None:
+        """Return when the write in flight is over, on all ranks, with its failure or None."""
         cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).wait()
+        return trainer.strategy.broadcast(self._failure)
 
     def _finish(
         self, path: Path, verify: bool, error: BaseException | None, best: float | None = None
@@ -426,11 +432,13 @@ class AtomicCheckpoint(Checkpoint):
         # A failed write costs the file and not the run; the last step's is tried once more.
         self._failure = f"{path}: {fault}" if fault else None
         if self._failure:
-            self._saved_step = -1
-            announce(f"error: checkpoint not saved: {self._failure}; training goes on")
-        else:
-            reach("before retention")
+            announce(f"error: checkpoint not saved: {self._failure}")
+            return
+        reach("before retention")
+        try:
             self._retain(path.parent, best)
+        except OSError as unkept:
+            announce(f"warning: an older checkpoint could not be removed: {unkept}")
 
     def _retain(self, folder: Path, best: float | None) -> None:
         for place, (step, path) in enumerate(checkpoints(folder)):
@@ -465,23 +473,26 @@ class AtomicCheckpoint(Checkpoint):
             ValueError: the model, the data, their order or the seed differ; names every one.
         """
         if "contract" not in checkpoint:
-            raise ValueError(
-                "the checkpoint has no contract, so it was not made by fit; its weights alone can "
-                "be sampled from"
-            )
+            raise ValueError("the checkpoint has no contract: it was not made by fit")
+        fits = trainer.state.fn == "fit"
+        data = cast(Any, trainer).datamodule
+        if fits:
+            # First of all: the length of the run, and with it the schedule, rests on the position.
+            data.load_state_dict(checkpoint[type(data).__qualname__])
+        fixed = FIXED if fits else (*FIXED, "tokenizer fingerprint")
         old, new = checkpoint["contract"], contract(trainer)
         differ = [key for key in old if key in new and old[key] != new[key]]
         faults = [
-            f"{key} was {old[key]} and is {new[key]} now" for key in differ if key.startswith(FIXED)
+            f"{key} was {old[key]} and is {new[key]} now" for key in differ if key.startswith(fixed)
         ]
-        if trainer.state.fn == "fit":
-            faults += cast(Any, trainer).datamodule.refused_changes(old)
+        if fits:
+            faults += data.refused_changes(old)
         if faults:
             raise ValueError(
                 f"the checkpoint belongs to another run: {'; '.join(faults)}; go back to the old "
                 "values, or start anew in another trainer.default_root_dir"
             )
-        if trainer.state.fn == "fit":
+        if fits:
             for key in differ:
                 announce(f"changed since the checkpoint: {key} {old[key]} -> {new[key]}")
         self._random_states = checkpoint["random_states"]

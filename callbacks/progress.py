@@ -1,11 +1,16 @@
 """The figures of each logged step: to the loggers, and as one line on the console."""
 
+import shutil
 import sys
 from typing import Any, Protocol, TextIO, cast, runtime_checkable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from callbacks.metrics_csv import MetricsCSV
 from callbacks.trainer import at_step_edge
+
+# Figures that tell two runs apart and make no curve: in metrics.csv alone.
+TRACES = ("data/rows_crc32",)
 
 
 @runtime_checkable
@@ -45,6 +50,7 @@ def console_line(step: int, max_steps: int, figures: dict[str, float]) -> str:
         "optim/grad_norm": "grad norm {:.3f}",
         "optim/skipped_steps": "skipped {:.0f}",
         "throughput/tokens_per_sec": "{:,.0f} tokens/s",
+        "throughput/mfu": "MFU {:.1%}",
     }
     parts += [text.format(figures[name]) for name, text in texts.items() if name in figures]
     if "time/eta_s" in figures:
@@ -63,7 +69,7 @@ def validation_line(figures: dict[str, float]) -> str:
     return " · ".join(text.format(figures[name]) for name, text in texts.items() if name in figures)
 
 
-def start_lines(trainer: Trainer) -> list[str]:
+def start_lines(trainer: Trainer, compiled: bool) -> list[str]:
     """What a run is, before its first step: parameters, device, batch arithmetic, length."""
     groups = trainer.optimizers[0].param_groups
     counts = [sum(p.numel() for p in group["params"]) for group in groups]
@@ -78,7 +84,8 @@ def start_lines(trainer: Trainer) -> list[str]:
         f"{sum(counts):,} parameters: {decayed}",
         f"{trainer.strategy.root_device.type}, precision {trainer.precision}{asked}, "
         f"{' × '.join(map(str, split))} = {data.global_batch_size} sequences "
-        f"({data.tokens_per_step:,} tokens) a step, {trainer.max_steps:,} steps",
+        f"({data.tokens_per_step:,} tokens) a step, {trainer.max_steps:,} steps"
+        + (", compiled (the first step takes a while)" if compiled else ""),
     ]
 
 
@@ -97,11 +104,13 @@ class Progress(Callback):
         self._loaded_step = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for line in start_lines(trainer):
+        for line in start_lines(trainer, bool(getattr(pl_module, "compiled", False))):
             self._say(trainer, line)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trains = True
+        if trainer.global_step == 0:
+            self._say(trainer, f"starting at step 0 in {trainer.default_root_dir}")
         for logger in trainer.loggers:
             if hasattr(logger, "resume_at"):
                 cast(Any, logger).resume_at(trainer.global_step)
@@ -121,6 +130,7 @@ class Progress(Callback):
             return
         # The module first: reading its figures waits for the device, so that times are true.
         figures = cast(LearningModule, pl_module).step_figures()
+        figures |= cast(Any, trainer).datamodule.step_figures()
         for callback in cast(Any, trainer).callbacks:
             if isinstance(callback, StepFigures):
                 figures |= callback.step_figures(trainer)
@@ -143,24 +153,20 @@ class Progress(Callback):
                 f"the data ended at step {trainer.global_step} of {trainer.max_steps}"
             )
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        step, last = trainer.global_step, trainer.max_steps
-        if step == last:
-            self._say(trainer, f"done: {step} steps in {trainer.default_root_dir}")
-        else:
-            self._say(trainer, f"stopped at step {step} of {last}; the same command goes on")
-
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning ends a run without any other word when nothing is left to train.
         step, last = trainer.global_step, trainer.max_steps
-        if self._trains:
-            return
-        if step > last:
+        if self._trains and step == last:
+            self._say(trainer, f"done: {step} steps in {trainer.default_root_dir}")
+        elif self._trains:
+            self._say(trainer, f"stopped at step {step} of {last}; the same command goes on")
+        # Lightning ends a run without any word when nothing is left to train.
+        elif step > last:
             raise ValueError(
                 f"the run is at step {step} and max_steps is {last}: nothing is left to train; "
                 "lengthen the run or start another in another trainer.default_root_dir"
             )
-        self._say(trainer, f"finished at step {step} of {last}")
+        else:
+            self._say(trainer, f"finished at step {step} of {last}")
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -170,13 +176,17 @@ class Progress(Callback):
     def _log(self, trainer: Trainer, figures: dict[str, float]) -> None:
         # In evaluation outside a fit the curve of the run must not be touched.
         if trainer.state.fn == "fit":
+            curves = {name: value for name, value in figures.items() if name not in TRACES}
             for logger in trainer.loggers:
-                logger.log_metrics(figures, step=trainer.global_step)
+                given = figures if isinstance(logger, MetricsCSV) else curves
+                logger.log_metrics(given, step=trainer.global_step)
 
     def _say(self, trainer: Trainer, line: str, passing: bool = False) -> None:
         if not trainer.is_global_zero:
             return
         if passing and self.stream.isatty():
+            # A line that wraps could not be written over.
+            line = line[: shutil.get_terminal_size().columns - 1]
             print(f"\r{line:<{self._open_line}}", end="", file=self.stream, flush=True)
             self._open_line = len(line)
         else:

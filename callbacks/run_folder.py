@@ -52,6 +52,8 @@ def lock(root: Path) -> TextIO:
             f"{root} is in use by another run (process {owner}): two runs must not write to one "
             "folder; stop that one or give another trainer.default_root_dir"
         ) from None
+    # Workers that outlive a kill by a moment must not keep the folder taken.
+    os.register_at_fork(after_in_child=file.close)
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()
@@ -93,10 +95,17 @@ def commit() -> str | None:
 class RunConfig(SaveConfigCallback):
     """Leaves the resolved configuration of the latest start in the run folder."""
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Nothing yet: a start that is refused must not change the file."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and not is_dry_run(trainer):
+            self.save_config(trainer, pl_module, "fit")
+
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and not is_dry_run(trainer):
-            text = self.parser.dump(self.config, skip_unset=False)
-            replace_text(Path(trainer.default_root_dir) / "config.yaml", text)
+        """Write config.yaml, whole or not at all."""
+        text = self.parser.dump(self.config, skip_unset=False)
+        replace_text(Path(trainer.default_root_dir) / "config.yaml", text)
 
 
 class RunRecord(Callback):

@@ -65,7 +65,10 @@ class StopSignals(Checkpoint):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, AtomicCheckpoint):
                 callback.save_now(trainer)
-                callback.wait(trainer)
+                if failure := callback.wait(trainer):
+                    raise RuntimeError(
+                        f"stopped at step {trainer.global_step}, not saved: {failure}"
+                    )
         # No rank may leave while another still writes: who started it would end it.
         trainer.strategy.barrier()
         reason = "time is up" if number == TIME_IS_UP else signal.Signals(number).name

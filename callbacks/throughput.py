@@ -1,4 +1,4 @@
-"""How fast a run trains and how long it has to go."""
+"""How fast a run trains, what share of the hardware it uses, and how long it has to go."""
 
 import resource
 import sys
@@ -9,20 +9,58 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from callbacks.peak_flops import measured_peak_flops, peak_flops
 from callbacks.trainer import at_step_edge
 
 
 class Throughput(Callback):
-    """Tokens a second over training time alone, time left, and peak memory.
+    """Tokens a second over training time alone, MFU, time left, and peak memory.
 
     The first step after a start is left out (it compiles), and so are validation and saving.
     """
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        *,
+        peak_tflops: float | None = None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Say what the hardware could do at most.
+
+        Args:
+            peak_tflops: Dense TFLOP/s of one device in the precision of the run. Unset: known by
+                the GPU's name, or measured on a CPU in a second at the start.
+            now: Clock in seconds.
+        """
+        if peak_tflops is not None and not peak_tflops > 0:
+            raise ValueError(f"throughput.peak_tflops is {peak_tflops}: must be above 0")
+        self.peak = None if peak_tflops is None else peak_tflops * 1e12
         self._now = now
         self._mark: float | None = None
         self._first_step: tuple[int, float] | None = None
         self._steps, self._seconds = 0, 0.0
+        self._warned = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        device, precision = trainer.strategy.root_device, str(trainer.precision)
+        if self.peak is not None:
+            return
+        if device.type == "cpu":
+            self.peak = measured_peak_flops(precision)
+            self._say(trainer, f"peak of this CPU, measured: {self.peak / 1e12:.2f} TFLOP/s")
+        elif device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
+            self.peak = peak_flops(name, precision)
+            if self.peak is None:
+                self._say(
+                    trainer,
+                    f"no MFU: the peak of {name} in {precision} is not known; give the dense "
+                    "TFLOP/s of one device by throughput.peak_tflops",
+                )
+
+    def _say(self, trainer: Trainer, line: str) -> None:
+        if trainer.is_global_zero:
+            print(line, file=sys.stderr, flush=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mark = self._first_step = None
@@ -68,13 +106,36 @@ class Throughput(Callback):
         figures = {"memory/peak_gib": peak_memory(trainer.strategy.root_device) / 2**30}
         if self._steps and self._first_step is not None:
             tokens = cast(Any, trainer).datamodule.tokens_per_step
-            figures["throughput/tokens_per_sec"] = self._steps * tokens / self._seconds
+            rate = self._steps * tokens / self._seconds
+            figures["throughput/tokens_per_sec"] = rate
+            flops = rate * cast(Any, trainer.lightning_module).flops_per_token
+            figures["throughput/tflops_per_sec"] = flops / 1e12
+            if self.peak is not None:
+                figures["throughput/mfu"] = mfu(flops, self.peak, trainer.world_size)
+                self._warn_once(trainer, figures["throughput/mfu"])
             step, start = self._first_step
             # Validation and saving count here: they will come again.
             a_step = (self._now() - start) / (trainer.global_step - step)
             figures["time/eta_s"] = a_step * (trainer.max_steps - trainer.global_step)
         self._steps, self._seconds = 0, 0.0
         return figures
+
+    def _warn_once(self, trainer: Trainer, share: float) -> None:
+        if share > 1 and not self._warned:
+            self._warned = True
+            self._say(
+                trainer,
+                f"warning: MFU is {share:.0%}, more than the hardware can do: the peak of one "
+                "device is set too low; give the right one by throughput.peak_tflops",
+            )
+
+
+def mfu(flops_per_second: float, peak: float, devices: int) -> float:
+    """Share, 0 to 1, of the peak of all devices that the model's own arithmetic comes to.
+
+    Source: PaLM, arXiv:2204.02311, section 4.1.
+    """
+    return flops_per_second / (peak * devices)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -1,14 +1,21 @@
 """The Trainer: Lightning's, counted in optimizer steps, with precision chosen for the hardware."""
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
 
-Precision = Literal["auto", "bf16-mixed", "16-mixed", "32-true", "bf16-true", "16-true", "64-true"]
+Precision = Literal[
+    "auto", "bf16-mixed", "16-mixed", "32-true", "bf16-true", "16-true", "64-true",
+    "bf16", "16", "32", "64",
+]  # fmt: skip
+SHORT = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true"}
 
 # Strategies that split the model itself save in ways of their own.
 SHARDED = ("fsdp", "deepspeed", "modelparallel", "xla")
@@ -17,7 +24,7 @@ SHARDED = ("fsdp", "deepspeed", "modelparallel", "xla")
 def has_bf16(device: str) -> bool:
     """Whether a device type computes in bf16 rather than emulating it."""
     if device == "cuda":
-        return torch.cuda.get_device_capability() >= (8, 0)
+        return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
     if device == "cpu":
         able = torch.cpu.get_capabilities()
         return any(able.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
@@ -30,11 +37,17 @@ def choose_precision(asked: str, device: str) -> str:
     Raises:
         ValueError: the asked one cannot run on the device as named.
     """
+    asked = SHORT.get(asked, asked)
+    if asked not in get_args(Precision):
+        raise ValueError(
+            f"trainer.precision is {asked}: it must be one of {', '.join(get_args(Precision))}"
+        )
     if asked == "auto":
         if has_bf16(device):
             return "bf16-mixed"
         return "16-mixed" if device == "cuda" else "32-true"
-    if asked.startswith("bf16") and device == "cuda" and not has_bf16(device):
+    on_cuda = device == "cuda" and torch.cuda.is_available()  # else Lightning refuses it well
+    if asked.startswith("bf16") and on_cuda and not has_bf16(device):
         raise ValueError(
             f"trainer.precision is {asked}: {torch.cuda.get_device_name()} has no bf16; use "
             "16-mixed (fp16), 32-true (fp32) or auto"
@@ -62,18 +75,98 @@ def is_dry_run(trainer: LightningTrainer) -> bool:
     return bool(cast(Any, trainer).fast_dev_run)
 
 
-class Trainer(LightningTrainer):
-    """Lightning's Trainer over one endless epoch, with every interval in optimizer steps.
+# What an argument may be, and why not something else.
+PROMISES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "max_epochs",
+        lambda value: value == -1,
+        "to Lightning a run is one endless epoch; give its length by trainer.max_steps, "
+        "data.total_tokens or data.epochs",
+    ),
+    (
+        "limit_train_batches",
+        lambda value: value is None or (isinstance(value, float) and value == 1.0),
+        "it would change which data a step sees; shorten the run by trainer.max_steps",
+    ),
+    (
+        "overfit_batches",
+        lambda value: not value,
+        "it would change which data a step sees; shorten the run by trainer.max_steps",
+    ),
+    (
+        "limit_val_batches",
+        lambda value: value is None or value in (0, 1.0) or (isinstance(value, int) and value > 0),
+        "it must be a number of micro-batches, 0 for no validation, or 1.0 for all",
+    ),
+    (
+        "gradient_clip_algorithm",
+        lambda value: value in (None, "norm"),
+        "gradients are clipped by their total norm only; leave it out",
+    ),
+    (
+        "gradient_clip_val",
+        lambda value: value is None or value > 0,
+        "it must be above 0; null turns clipping off",
+    ),
+    (
+        "reload_dataloaders_every_n_epochs",
+        lambda value: value == 0,
+        "it would restart the data order; leave it out",
+    ),
+    (
+        "use_distributed_sampler",
+        lambda value: not value,
+        "the data order gives each rank its own; leave it out",
+    ),
+    (
+        "check_val_every_n_epoch",
+        lambda value: value is None,
+        "intervals count optimizer steps; use trainer.val_check_interval",
+    ),
+    (
+        "num_sanity_val_steps",
+        lambda value: value == 0,
+        "the data is checked at the start anyway; leave it out",
+    ),
+    (
+        "enable_checkpointing",
+        lambda value: value is not False,
+        "a run that cannot resume is not ours; a trial run is trainer.fast_dev_run",
+    ),
+    ("barebones", lambda value: not value, "it turns off what makes a run resume; leave it out"),
+    (
+        "strategy",
+        lambda value: not any(name in str(value).lower() for name in SHARDED),
+        "sharded strategies cannot be resumed exactly yet; use auto or ddp",
+    ),
+    *(
+        (name, lambda value: value >= 1, "it must be at least 1")
+        for name in ("accumulate_grad_batches", "val_check_interval", "log_every_n_steps")
+    ),
+    ("fast_dev_run", lambda value: value >= 0, "it must be 0 or more optimizer steps"),
+)
 
-    Lightning counts `val_check_interval` in micro-batches; here it is optimizer steps like
-    `log_every_n_steps`, and translated.
+
+def keep_promises(arguments: dict[str, Any]) -> None:
+    """Refuse Trainer arguments that would break what this project promises.
+
+    Raises:
+        ValueError: names the argument, the value found, the rule and the way out.
     """
+    for name, allowed, rule in PROMISES:
+        if not allowed(arguments[name]):
+            raise ValueError(f"trainer.{name} is {arguments[name]}: {rule}")
+
+
+class Trainer(LightningTrainer):
+    """Lightning's Trainer over one endless epoch, with every interval in optimizer steps."""
 
     def __init__(
         self,
         *,
-        precision: Precision = "auto",
+        precision: Precision | int = "auto",
         accelerator: str = "auto",
+        strategy: str | Strategy = "auto",
         max_steps: int = -1,
         max_epochs: int = -1,
         max_time: str | timedelta | dict[str, int] | None = None,
@@ -90,81 +183,63 @@ class Trainer(LightningTrainer):
         use_distributed_sampler: bool = False,
         fast_dev_run: int | bool = False,
         num_sanity_val_steps: int = 0,
+        barebones: bool = False,
+        logger: Logger | list[Logger] | bool | None = None,
+        enable_checkpointing: bool | None = None,
         enable_progress_bar: bool = False,
         enable_model_summary: bool = False,
         enable_autolog_hparams: bool = False,
+        default_root_dir: str = "runs/default",
         callbacks: list[Callback] | Callback | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse(
-            max_epochs == -1,
-            f"trainer.max_epochs is {max_epochs}: to Lightning a run is one endless epoch",
-            "give the length by trainer.max_steps, data.total_tokens or data.epochs",
-        )
-        refuse(
-            limit_train_batches in (None, 1.0) and not overfit_batches,
-            "trainer.limit_train_batches and trainer.overfit_batches would change which data a "
-            "step sees",
-            "shorten the run by trainer.max_steps",
-        )
-        refuse(
-            gradient_clip_algorithm in (None, "norm"),
-            f"trainer.gradient_clip_algorithm is {gradient_clip_algorithm}: gradients are clipped "
-            "by their total norm only",
-            "leave it out",
-        )
-        refuse(
-            reload_dataloaders_every_n_epochs == 0,
-            "trainer.reload_dataloaders_every_n_epochs would restart the data order",
-            "leave it out",
-        )
-        refuse(
-            not use_distributed_sampler,
-            "trainer.use_distributed_sampler is true: the data order gives each rank its own",
-            "leave it out",
-        )
-        refuse(
-            check_val_every_n_epoch is None,
-            f"trainer.check_val_every_n_epoch is {check_val_every_n_epoch}: intervals count "
-            "optimizer steps",
-            "use trainer.val_check_interval",
-        )
-        strategy = str(kwargs.get("strategy", "")).lower()
-        refuse(
-            not any(name in strategy for name in SHARDED),
-            f"trainer.strategy is {strategy}: sharded strategies cannot be resumed exactly yet",
-            "use auto or ddp",
-        )
-        for name, value in (
-            ("accumulate_grad_batches", accumulate_grad_batches),
-            ("val_check_interval", val_check_interval),
-            ("log_every_n_steps", log_every_n_steps),
-        ):
-            refuse(value >= 1, f"trainer.{name} is {value}", "it must be at least 1 optimizer step")
-        refuse(
-            gradient_clip_val is None or gradient_clip_val > 0,
-            f"trainer.gradient_clip_val is {gradient_clip_val}",
-            "it must be above 0; null turns clipping off",
-        )
-        # As one list: this signature is what the configuration is read from.
-        callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+        """Check the arguments against what the project promises.
+
+        Args:
+            precision: auto is bf16-mixed where the hardware has it, 16-mixed on older CUDA cards,
+                else 32-true.
+            accelerator: auto, cpu, gpu or mps.
+            strategy: auto, or ddp for several devices.
+            max_steps: Length of the run in optimizer steps; else data.total_tokens or data.epochs.
+            max_epochs: Not used: data.epochs is.
+            max_time: Budget of one start, as DD:HH:MM:SS; the run stops between two steps.
+            accumulate_grad_batches: Micro-batches of a device in an optimizer step.
+            gradient_clip_val: Largest total L2 norm of the gradient; unset: no clipping.
+            gradient_clip_algorithm: Only norm.
+            val_check_interval: Optimizer steps between validations.
+            check_val_every_n_epoch: Not used: val_check_interval is.
+            limit_train_batches: Not used: max_steps is.
+            limit_val_batches: Micro-batches of a validation over all devices; unset: all; 0: none.
+            overfit_batches: Not used.
+            log_every_n_steps: Optimizer steps between logged steps.
+            reload_dataloaders_every_n_epochs: Not used.
+            use_distributed_sampler: Not used: the data order gives each rank its own.
+            fast_dev_run: Train so many optimizer steps and leave nothing behind.
+            num_sanity_val_steps: Not used.
+            barebones: Not used.
+            logger: Unset: TensorBoard and metrics.csv; false: none.
+            enable_checkpointing: Always on.
+            enable_progress_bar: Lightning's bar, beside the line of figures.
+            enable_model_summary: Lightning's table of layers.
+            enable_autolog_hparams: Lightning's log of hyperparameters; ours is config.yaml.
+            default_root_dir: Folder of the run.
+            callbacks: More callbacks, by class path.
+        """
+        keep_promises(locals())
         # A start's own budget; Lightning's would count the time of all starts together and stop
         # inside an accumulation window.
         self.max_seconds = Timer(cast(Any, max_time)).time_remaining()
-        refuse(
-            self.max_seconds is None or self.max_seconds > 0,
-            f"trainer.max_time is {max_time}",
-            "it must be above 0",
-        )
+        if self.max_seconds is not None and self.max_seconds <= 0:
+            raise ValueError(f"trainer.max_time is {max_time}: it must be above 0")
         if fast_dev_run:
-            # A trial run of n optimizer steps that leaves nothing behind; Lightning counts batches.
+            # Lightning's own would count micro-batches.
             max_steps = val_check_interval = int(fast_dev_run)
-            limit_val_batches = int(fast_dev_run)
-            kwargs["logger"] = False
+            limit_val_batches, logger = int(fast_dev_run), False
         self.asked_precision = precision
         super().__init__(
-            precision=cast(Any, choose_precision(precision, device_type(accelerator))),
+            precision=cast(Any, choose_precision(str(precision), device_type(accelerator))),
             accelerator=accelerator,
+            strategy=strategy,
             max_steps=max_steps,
             max_epochs=max_epochs,
             accumulate_grad_batches=accumulate_grad_batches,
@@ -174,20 +249,51 @@ class Trainer(LightningTrainer):
             limit_val_batches=limit_val_batches,
             log_every_n_steps=log_every_n_steps,
             use_distributed_sampler=False,
-            num_sanity_val_steps=num_sanity_val_steps,
+            num_sanity_val_steps=0,
+            logger=logger,
             enable_progress_bar=enable_progress_bar,
             enable_model_summary=enable_model_summary,
             enable_autolog_hparams=enable_autolog_hparams,
+            default_root_dir=default_root_dir,
             callbacks=callbacks,
             **kwargs,
         )
         self.fast_dev_run = int(fast_dev_run)
 
+    def fit(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Train; the same command resumes after a kill at any moment.
 
-def refuse(allowed: bool, fault: str, way_out: str) -> None:
-    """Raise `ValueError` with fault and way out unless allowed."""
-    if not allowed:
-        raise ValueError(f"{fault}; {way_out}")
+        Args:
+            ckpt_path: What to resume from: last (the newest whole checkpoint of the run folder, or
+                a first start), best, a run folder or a checkpoint file. Unset: a new run in an
+                empty folder.
+        """
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+
+    def validate(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | None = None,
+        verbose: bool = True,
+        datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Evaluate a checkpoint on the validation data of its run.
+
+        Args:
+            ckpt_path: What to evaluate: last (also when unset), best, a run folder or a checkpoint
+                file.
+        """
+        return super().validate(model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
 
 def device_type(accelerator: str) -> str:

@@ -1,6 +1,7 @@
 """Token files to batches, in an order that is a function of the step."""
 
 import math
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -22,13 +23,20 @@ class StepBatches:
     the iteration starts later. A length of what remains would make it train data twice.
     """
 
-    def __init__(self, start: int, max_steps: int, accumulate: int, **split: int) -> None:
-        self.start, self.max_steps, self.accumulate, self.split = (
-            start,
-            max_steps,
-            accumulate,
-            split,
-        )
+    def __init__(
+        self,
+        *,
+        start: int,
+        max_steps: int,
+        accumulate: int,
+        rank: int,
+        world_size: int,
+        micro_batch_size: int,
+        first_sample: int,
+    ) -> None:
+        self.start, self.max_steps, self.accumulate = start, max_steps, accumulate
+        self.rank, self.world_size = rank, world_size
+        self.micro_batch_size, self.first_sample = micro_batch_size, first_sample
 
     def __len__(self) -> int:
         return self.max_steps * self.accumulate
@@ -36,8 +44,15 @@ class StepBatches:
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.start, self.max_steps):
             for micro_step in range(self.accumulate):
-                samples = step_samples(step, micro_step, accumulate=self.accumulate, **self.split)  # pyright: ignore[reportCallIssue]
-                yield samples.tolist()
+                yield step_samples(
+                    step,
+                    micro_step,
+                    self.rank,
+                    first_sample=self.first_sample,
+                    micro_batch_size=self.micro_batch_size,
+                    accumulate=self.accumulate,
+                    world_size=self.world_size,
+                ).tolist()
 
 
 class LMDataModule(LightningDataModule):
@@ -111,6 +126,7 @@ class LMDataModule(LightningDataModule):
         self.vocab_size = vocab_size
         self.seed = seed
         self.token_bytes: Tensor | None = None
+        self._micro_step = self._rows_crc = 0
         # Where the current batch size began: step and samples taken before it.
         self._since_step = self._since_sample = self._start_step = 0
 
@@ -140,13 +156,19 @@ class LMDataModule(LightningDataModule):
         missing = missing_files(self.path)
         if not missing:
             return
+        lacks = f"data.path is {self.path}, which lacks {', '.join(missing)}"
         if self.corpus is None:
             raise ValueError(
-                f"data.path is {self.path}, which lacks {', '.join(missing)}, and data.corpus is "
-                "not set, so nothing can be prepared there; name a prepared folder, or prepare "
-                "one with lightning prepare --config FILE --data.corpus python"
+                f"{lacks}, and data.corpus is not set, so nothing is made up there; bring a folder "
+                "with these files, or have one made of Python source by lightning prepare "
+                "--config FILE --data.corpus python"
             )
-        prepare_corpus(self.corpus, self.path, self.vocab_size)
+        if "meta.json" not in missing:
+            raise ValueError(
+                f"{lacks} of what its meta.json describes; bring the file back, or make all anew "
+                "by lightning prepare --config FILE"
+            )
+        prepare_corpus(self.corpus, self.path, self.vocab_size, again=False)
 
     def setup(self, stage: str) -> None:
         self.meta = load_meta(self.path)
@@ -248,9 +270,9 @@ class LMDataModule(LightningDataModule):
     ) -> DataLoader:
         trainer = self._trainer()
         batches = StepBatches(
-            start,
-            max_steps,
-            accumulate,
+            start=start,
+            max_steps=max_steps,
+            accumulate=accumulate,
             rank=trainer.global_rank,
             first_sample=first_sample,
             micro_batch_size=self.micro_batch_size,
@@ -265,6 +287,26 @@ class LMDataModule(LightningDataModule):
             pin_memory=trainer.strategy.root_device.type == "cuda",
             persistent_workers=self.num_workers > 0,
         )
+
+    def on_before_batch_transfer(
+        self, batch: dict[str, Tensor], dataloader_idx: int
+    ) -> dict[str, Tensor]:
+        trainer = self._trainer()
+        if trainer.training:
+            if self._micro_step % trainer.accumulate_grad_batches == 0:
+                self._rows_crc = 0
+            self._micro_step += 1
+            self._rows_crc += sum(zlib.crc32(row.numpy().tobytes()) for row in batch["input_ids"])
+        return batch
+
+    def step_figures(self) -> dict[str, int]:
+        """Sum of the CRC32 of each row that the step trained on, over all devices.
+
+        Equal for any split of a global batch, and the trace by which two runs can be compared.
+        """
+        device = self._trainer().strategy.root_device
+        crc = torch.tensor(self._rows_crc, dtype=torch.int64, device=device)
+        return {"data/rows_crc32": int(self._trainer().strategy.reduce(crc, reduce_op="sum"))}
 
     def dummy_batch(self) -> dict[str, Tensor]:
         """A batch of the training shape whose ids are all 0."""

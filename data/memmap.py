@@ -24,7 +24,7 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 # Source: github.com/karpathy/llm.c, dev/data/data_common.py.
 LLM_C_MAGICS = {20240520: "<u2", 20240801: "<u4"}
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """Label of a position that nothing is learned from."""
 
 Order = Literal["shuffled", "random", "fixed"]
@@ -52,17 +52,16 @@ class TokenFile:
         return {name: value for name, value in self.__dict__.items() if name != "tokens"}
 
 
-def open_token_file(path: Path, dtype: str | None = None) -> TokenFile:
+def open_token_file(path: Path, dtype: str = "uint16") -> TokenFile:
     """Open a file of little-endian ids after a look at what would read as junk.
 
     Args:
-        dtype: name in `DTYPES`; None is uint16, the custom of files without a `meta.json`.
+        dtype: name in `DTYPES`.
 
     Raises:
         ValueError: for an unknown dtype, or a file that is missing, empty, cut short, written by
             llm.c with its header, or of wider ids than named.
     """
-    dtype = dtype or "uint16"
     if dtype not in DTYPES:
         raise ValueError(f"{path}: dtype is {dtype!r}: must be one of {', '.join(DTYPES)}")
     if not path.is_file():
@@ -178,7 +177,7 @@ class Windows(Dataset[dict[str, Tensor]]):
         past_end = starts[:, None] < 0
         return {
             "input_ids": torch.from_numpy(np.where(past_end, 0, ids)),
-            "labels": torch.from_numpy(np.where(past_end, IGNORED, ids)),
+            "labels": torch.from_numpy(np.where(past_end, IGNORE_INDEX, ids)),
         }
 
 

@@ -1,5 +1,6 @@
 """Raw text in, a folder of token files out: train.bin, val.bin, tokenizer.json, meta.json."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from jaxtyping import Int, UInt
 from tqdm import tqdm
 
 from data.corpus import describe, python_files, read_source
-from data.memmap import DTYPES, content_fingerprint
+from data.memmap import DTYPES, content_fingerprint, open_token_file
 from data.tokenizer import TextTokenizer, train_bpe
 
 FORMAT = 1
@@ -28,13 +29,13 @@ VAL_SHARE = 0.02
 META_KEYS = {"format", "dtype", "byte_order", "vocab_size", "special_ids", "token_bytes"}
 META_KEYS |= {"tokenizer_fingerprint", "corpus", "train", "val"}
 SPLIT_KEYS = {"tokens", "documents", "bytes", "fingerprint"}
-AGAIN = "prepare the data again"
+AGAIN = "prepare the data again by lightning prepare --config FILE"
 # Characters encoded at once: enough for every core, little enough for a laptop's memory.
 BATCH_CHARACTERS = 1 << 21
 
 
 def prepare_corpus(
-    corpus: str, output: Path, vocab_size: int, *, progress: bool = True
+    corpus: str, output: Path, vocab_size: int, *, again: bool = True, progress: bool = True
 ) -> dict[str, Any]:
     """Train a tokenizer on a corpus and write the corpus as token files.
 
@@ -43,6 +44,8 @@ def prepare_corpus(
 
     Args:
         vocab_size: ids at most; a small corpus gives fewer.
+        again: prepare although the set is whole; False takes the one that another process made
+            in the meantime.
         progress: a bar for each stage on a terminal, one line for each elsewhere, on stderr.
 
     Returns:
@@ -58,6 +61,20 @@ def prepare_corpus(
     for split, paths in splits.items():
         _refuse_empty(corpus, split, len(paths))
     output.mkdir(parents=True, exist_ok=True)
+    folder = os.open(output, os.O_RDONLY)
+    try:
+        # Runs that start together on a missing corpus prepare it once.
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if not again and not missing_files(output):
+            return load_meta(output)
+        return _prepare(corpus, splits, output, vocab_size, progress)
+    finally:
+        os.close(folder)
+
+
+def _prepare(
+    corpus: str, splits: dict[str, list[Path]], output: Path, vocab_size: int, progress: bool
+) -> dict[str, Any]:
     parts = {name: output / f"{name}.tmp" for name in FILES}
     try:
         _remove(parts.values())  # of a run that was killed
@@ -165,6 +182,12 @@ def load_meta(folder: Path) -> dict[str, Any]:
         missing += [f"{split}.{key}" for key in _missing(meta[split], SPLIT_KEYS)]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}: {AGAIN}")
+    lengths = meta["token_bytes"]
+    if not isinstance(lengths, list) or not all(type(length) is int for length in lengths):
+        raise ValueError(f"{path}: token_bytes is no list of whole numbers: {AGAIN}")
+    for split in ("train", "val"):
+        if type(tokens := meta[split]["tokens"]) is not int:
+            raise ValueError(f"{path}: {split}.tokens is {tokens!r}, no whole number: {AGAIN}")
     rules = {"format": [FORMAT], "dtype": [*DTYPES], "byte_order": ["little"]}
     for key, allowed in rules.items():
         if meta[key] not in allowed:
@@ -182,6 +205,7 @@ def check_files(folder: Path, meta: dict[str, Any]) -> None:
         raise ValueError(f"{folder} lacks {', '.join(missing)}: {AGAIN}")
     for split in ("train", "val"):
         path, expected = folder / f"{split}.bin", meta[split]
+        open_token_file(path, meta["dtype"])  # says what is wrong with a file that reads as junk
         n_bytes = expected["tokens"] * DTYPES[meta["dtype"]].itemsize
         if (found := path.stat().st_size) != n_bytes:
             raise ValueError(

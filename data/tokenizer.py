@@ -89,11 +89,10 @@ class TextTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """Text of the ids piece by piece, each as soon as its last character is complete."""
+        """One piece of text for each id, empty while the last character is not complete."""
         stream = decoders.DecodeStream(skip_special_tokens=False)
         for token_id in ids:
-            if piece := stream.step(self._tokenizer, token_id):
-                yield piece
+            yield stream.step(self._tokenizer, token_id) or ""
 
     def save(self, path: Path) -> None:
         """Write the `tokenizer.json`."""
@@ -118,9 +117,7 @@ class TextTokenizer:
         return type(self), (self._text, self.source)
 
 
-def train_bpe(
-    documents: Iterable[str], vocab_size: int, *, progress: bool = False
-) -> TextTokenizer:
+def train_bpe(documents: Iterable[str], vocab_size: int) -> TextTokenizer:
     """Learn a byte-level BPE vocabulary; the same documents give the same one.
 
     A corpus too small for `vocab_size` merges gives a smaller vocabulary.
@@ -138,7 +135,7 @@ def train_bpe(
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        show_progress=progress,
+        show_progress=False,
         special_tokens=[AddedToken(END_OF_TEXT, special=True, normalized=False)],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )

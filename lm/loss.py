@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -70,11 +71,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 gradients = torch.empty_like(rows), torch.zeros_like(weight, dtype=torch.float32)
             for start in range(0, rows.shape[0], chunk_rows):
                 chunk = slice(start, start + chunk_rows)
-                losses, gradient = step(rows[chunk] @ head.T, targets[chunk])
+                logits = rows[chunk] @ head.T
+                if gradients is None:
+                    loss += F.cross_entropy(logits.float(), targets[chunk], reduction="sum")
+                    continue
+                losses, gradient = step(logits, targets[chunk])
                 loss += losses.sum()
-                if gradients is not None:
-                    torch.mm(gradient, head, out=gradients[0][chunk])
-                    gradients[1].add_(gradient.T @ rows[chunk])
+                torch.mm(gradient, head, out=gradients[0][chunk])
+                gradients[1].add_(gradient.T @ rows[chunk])
         if gradients is not None:
             ctx.save_for_backward(gradients[0].to(hidden.dtype), gradients[1].to(weight.dtype))
         return loss

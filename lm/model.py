@@ -5,6 +5,7 @@ Parameter names and shapes are those of Hugging Face's LlamaForCausalLM.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,9 +48,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "ffn_dim", "max_seq_len"):
             if getattr(self, name) < 1:
-                raise ValueError(
-                    f"model.config.{name} is {getattr(self, name)}: must be at least 1"
-                )
+                key = "data.seq_len" if name == "max_seq_len" else f"model.config.{name}"
+                raise ValueError(f"{key} is {getattr(self, name)}: must be at least 1")
         if self.head_dim is None and self.d_model % self.n_heads:
             raise ValueError(
                 f"model.config.d_model is {self.d_model} and n_heads is {self.n_heads}: d_model "
@@ -223,15 +223,20 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """Everything below the head: token ids to normed hidden states."""
 
-    rotary: Tensor
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.dropout = config.dropout
-        self.register_buffer("rotary", rotary_table(config), persistent=False)
+        self.rotary = rotary_table(config)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Trunk":
+        super()._apply(fn, recurse)
+        # No buffer, for it follows the weights to their device but not into half precision, where
+        # far positions would share their angles.
+        self.rotary = self.rotary.to(fn(self.rotary).device)
+        return self
 
     def forward(
         self, ids: Int[Tensor, "B T"], cache: KVCache | None = None

@@ -14,6 +14,7 @@ from jaxtyping import Int
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lm.flops import flops_per_token
 from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step
 from lm.model import LM, ModelConfig, plain_keys
 from lm.optim import OptimConfig, build_optimizer, use_fused
@@ -92,6 +93,11 @@ class LMModule(LightningModule):
         self._window = self._totals = torch.zeros(0)
         self._divisor = 0
         self._skipped = torch.zeros(2, dtype=torch.int64)  # in a row, in all
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs to learn from one token."""
+        return flops_per_token(self.config, self.config.max_seq_len)
 
     def contract(self) -> dict[str, Any]:
         """Settings that a resumed run is compared by, under their configuration keys."""
@@ -279,6 +285,8 @@ class LMModule(LightningModule):
         if len(totals) > 1:
             figures["train/eval_loss"] = totals[1][0] / max(totals[1][1], 1)
         self.validation_figures = figures
+        # For callbacks that watch a metric, such as early stopping; loggers get them elsewhere.
+        self.log_dict(figures, logger=False)
 
     # Checkpoints
 

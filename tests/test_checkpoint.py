@@ -288,9 +288,19 @@ def test_folder_without_a_checkpoint_is_an_error(tmp_path):
 # What ckpt_path stands for
 
 
-def test_last_in_an_empty_folder_starts_and_says_so(tmp_path, capsys):
+def test_last_in_an_empty_folder_starts(tmp_path):
     assert resolve("last", tmp_path, starts=True) is None
-    assert capsys.readouterr().err == f"starting at step 0: {tmp_path} holds no checkpoint\n"
+
+
+def test_file_of_another_run_is_refused_where_a_run_already_is(tmp_path):
+    other, _ = save(tmp_path / "other", 4), save(tmp_path / "run", 2)
+    with pytest.raises(ValueError, match="is of another run") as refusal:
+        resolve(str(other), tmp_path / "run", starts=True)
+    assert str(refusal.value) == (
+        f"ckpt_path {other} is of another run, and {tmp_path / 'run'} already holds checkpoints of "
+        "its own; give another trainer.default_root_dir"
+    )
+    assert resolve(str(other), tmp_path / "new", starts=True) == other
 
 
 @pytest.mark.parametrize(("ckpt_path", "starts"), [("last", False), ("best", True)])
@@ -520,8 +530,7 @@ def test_failed_save_is_told_and_training_goes_on(tmp_path, capsys):
     path = tmp_path / "checkpoints" / "step-00000002.ckpt"
     assert trainer.kept == [1]
     assert capsys.readouterr().err == (
-        f"error: checkpoint not saved: {path}: [Errno 28] No space left on device; training goes "
-        "on\n"
+        f"error: checkpoint not saved: {path}: [Errno 28] No space left on device\n"
     )
 
 
@@ -536,6 +545,16 @@ def test_run_whose_last_save_failed_ends_with_an_error(tmp_path):
     assert str(refusal.value) == (
         f"the last checkpoint could not be written: {path}: file write failed"
     )
+
+
+def test_save_falls_due_by_the_clock_too(tmp_path):
+    trainer, callback = Saver(tmp_path), AtomicCheckpoint(every_minutes=2.0)
+    clock = iter([*[60.0 * minute for minute in range(1, 9)]] * 2)
+    callback._saved_at, callback._now = 0.0, lambda: next(clock)
+    train(callback, trainer, 1)
+    assert trainer.kept == []
+    train(callback, trainer, 2)
+    assert trainer.kept == [2]
 
 
 def test_later_save_makes_up_for_a_failed_one(tmp_path):
@@ -607,6 +626,9 @@ class Part:
     def refused_changes(self, old: dict[str, Any]) -> list[str]:
         return self.refused
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.position = state_dict
+
 
 def resuming(root: Path, module: Part, data: Part | None = None, fn: str = "fit") -> Any:
     trainer: Any = Saver(root)
@@ -617,16 +639,16 @@ def resuming(root: Path, module: Part, data: Part | None = None, fn: str = "fit"
 
 
 def held(module: Part) -> dict[str, Any]:
-    return {"contract": module.contract(), "random_states": [], "global_step": 4}
+    position = {"samples": 8}
+    return {
+        "contract": module.contract(), "random_states": [], "global_step": 4, "Part": position
+    }  # fmt: skip
 
 
 def test_checkpoint_without_a_contract_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no contract") as refusal:
         AtomicCheckpoint().check(resuming(tmp_path, Part()), content())
-    assert str(refusal.value) == (
-        "the checkpoint has no contract, so it was not made by fit; its weights alone can be "
-        "sampled from"
-    )
+    assert str(refusal.value) == "the checkpoint has no contract: it was not made by fit"
 
 
 def test_checkpoint_of_another_run_is_refused_with_every_difference(tmp_path):
@@ -651,6 +673,19 @@ def test_validation_neither_announces_changes_nor_asks_the_data(tmp_path, capsys
     trainer = resuming(tmp_path, Part(model__optim__lr=0.2), Part(["refused"]), fn="validate")
     AtomicCheckpoint().check(trainer, held(Part(model__optim__lr=0.1)))
     assert capsys.readouterr().err == ""
+
+
+def test_position_is_known_before_the_contract_is_compared(tmp_path):
+    data = Part()
+    AtomicCheckpoint().check(resuming(tmp_path, Part(), data), held(Part()))
+    assert data.position == {"samples": 8}
+
+
+def test_validation_by_another_tokenizer_is_refused(tmp_path):
+    old, new = ({"tokenizer fingerprint": name} for name in ("one", "other"))
+    trainer = resuming(tmp_path, Part(None, **new), fn="validate")
+    with pytest.raises(ValueError, match="tokenizer fingerprint was one and is other now"):
+        AtomicCheckpoint().check(trainer, held(Part(None, **old)))
 
 
 def test_loading_a_folder_takes_its_newest_whole_file_and_says_which(tmp_path, capsys):

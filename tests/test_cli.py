@@ -6,6 +6,7 @@ import pytest
 from conftest import Lightning, RunYaml
 
 import cli
+from callbacks.config import load_yaml, whole_number
 from callbacks.trainer import has_bf16
 
 
@@ -104,7 +105,16 @@ def test_missing_file_is_named(lightning: Lightning, tmp_path: Path):
     assert f"--config {tmp_path / 'none.yaml'} does not exist" in line
 
 
-@pytest.mark.parametrize(("text", "part"), [("a: [1", "line 1"), ("word", "holds no keys")])
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("a: [1", "line 1"),
+        ("word", "holds no keys"),
+        ("model: [1, 2]", "model is [1, 2]; it is a section"),
+        ("data:\n  [1, 2]: 3", "line 2"),
+        ("\tdata: 3", "line 1"),
+    ],
+)
 def test_file_that_is_no_configuration_is_refused(
     lightning: Lightning, tmp_path: Path, text: str, part: str
 ):
@@ -141,12 +151,12 @@ def test_linked_key_on_the_command_line_is_refused(lightning: Lightning, run_yam
 
 @pytest.mark.parametrize("value", ["3e-4", "3.0e-4", "0.0003", "3E-4"])
 def test_number_with_exponent_is_a_number_in_a_file(value: str):
-    assert cli.load_yaml(f"model:\n  optim:\n    lr: {value}\n")["model"]["optim"]["lr"] == 3e-4
+    assert load_yaml(f"model:\n  optim:\n    lr: {value}\n")["model"]["optim"]["lr"] == 3e-4
 
 
 @pytest.mark.parametrize("value", ["1e3", "1E+3", "1000"])
 def test_whole_number_with_exponent_is_whole_in_a_file(value: str):
-    steps = cli.load_yaml(f"trainer:\n  max_steps: {value}\n")["trainer"]["max_steps"]
+    steps = load_yaml(f"trainer:\n  max_steps: {value}\n")["trainer"]["max_steps"]
     assert steps == 1000
     assert type(steps) is int
 
@@ -157,12 +167,13 @@ def test_whole_number_with_exponent_is_whole_in_a_file(value: str):
         ("1e3", "1000"),
         ("--data.total_tokens=10e9", "--data.total_tokens=10000000000"),
         ("3e-4", "3e-4"),
-        ("1.5e3", "1.5e3"),
+        ("1.5e9", "1500000000"),
+        ("1.2345e3", "1.2345e3"),
         ("runs/1e3", "runs/1e3"),
     ],
 )
 def test_whole_number_with_exponent_is_whole_on_the_command_line(text: str, plain: str):
-    assert cli.whole_number(text) == plain
+    assert whole_number(text) == plain
 
 
 @pytest.mark.parametrize(
@@ -186,6 +197,14 @@ def test_whole_number_with_exponent_is_whole_on_the_command_line(text: str, plai
         ({"model.config.vocab_size": 200}, ["vocab_size is 200", "has 300 ids", "at least 300"]),
         ({"data.path": "nowhere", "data.corpus": ...}, ["nowhere", "lacks train.bin", "prepare"]),
         ({"seed_everything": "yes"}, ["seed_everything", "int"]),
+        ({"seed_everything": -1}, ["seed_everything", "-1"]),
+        ({"data.seq_len": 0}, ["data.seq_len is 0"]),
+        ({"data.corpus": "prose"}, ["data.corpus is prose", "python", "stdlib"]),
+        ({"data.total_tokens": 1.5}, ["data.total_tokens is 1.5", "int"]),
+        ({"trainer.accelerator": "cuda"}, ["CUDAAccelerator", "not available"]),
+        ({"trainer.precision": 7}, ["precision is 7", "bf16-mixed"]),
+        ({"trainer.limit_val_batches": 0.5}, ["limit_val_batches is 0.5"]),
+        ({"model.optim": 3}, ["model.optim", "3"]),
     ],
 )
 def test_value_against_a_rule_is_refused_before_any_work(
@@ -198,12 +217,34 @@ def test_value_against_a_rule_is_refused_before_any_work(
     assert not (tmp_path / "run" / "metrics.csv").exists()
 
 
-def test_section_without_keys_is_no_section(lightning: Lightning, run_yaml: RunYaml):
-    path = run_yaml({"checkpoint.every_n_steps": ..., "trainer.fast_dev_run": 1})
-    path.write_text(path.read_text(encoding="utf-8").replace("checkpoint: {}", "checkpoint:"))
-    assert "checkpoint:\n" in path.read_text(encoding="utf-8")
-    code, _, err = lightning("fit", "--config", path)
-    assert code == 0, err
+def test_section_without_keys_is_no_section():
+    text = "checkpoint:\nmodel:\n  optim:\n  compile: false\nckpt_path:\n"
+    assert load_yaml(text) == {"model": {"compile": False}, "ckpt_path": None}
+
+
+def test_anchors_and_merges_are_yaml_too():
+    text = "a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  y: 3\n"
+    assert load_yaml(text)["b"] == {"x": 1, "y": 3}
+
+
+@pytest.mark.parametrize("option", ["--trainer.max_step", "--data.seq", "--conf"])
+def test_shortened_key_is_no_key(lightning: Lightning, run_yaml: RunYaml, option: str):
+    line = refusal(lightning, "fit", "--config", run_yaml(), option, 1)
+    assert f"{option.removeprefix('--')} is not a known key" in line
+
+
+@pytest.mark.parametrize("argv", [["--config"], ["--config="]])
+def test_config_without_a_file_is_refused(lightning: Lightning, argv: list[str]):
+    assert "--config names no file" in refusal(lightning, "fit", *argv)
+
+
+def test_refused_start_leaves_the_configuration_of_the_run(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    lightning("fit", "--config", run_yaml())
+    before = (tmp_path / "run" / "config.yaml").read_bytes()
+    refusal(lightning, "fit", "--config", run_yaml({"model.config.d_model": 32}))
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == before
 
 
 def test_bug_of_ours_keeps_its_traceback(lightning: Lightning, monkeypatch: pytest.MonkeyPatch):
@@ -226,7 +267,7 @@ def test_run_prints_its_steps_and_leaves_its_folder(
     code, _, err = lightning("fit", "--config", run_yaml())
     assert code == 0, err
     lines = err.splitlines()
-    assert lines[0] == f"starting at step 0: {tmp_path / 'run'} holds no checkpoint"
+    assert f"starting at step 0 in {tmp_path / 'run'}" in lines
     assert lines[-1] == f"done: 6 steps in {tmp_path / 'run'}"
     assert sum("val loss" in line and "bits per byte" in line for line in lines) == 2
     names = {path.name for path in (tmp_path / "run").iterdir()}
@@ -236,7 +277,7 @@ def test_run_prints_its_steps_and_leaves_its_folder(
 def test_run_says_what_it_is_before_its_first_step(lightning: Lightning, run_yaml: RunYaml):
     overrides = {"trainer.precision": "auto", "trainer.accumulate_grad_batches": 3}
     _, _, err = lightning("fit", "--config", run_yaml(overrides))
-    _, parameters, batch, *_ = err.splitlines()
+    parameters, batch, *_ = err.splitlines()
     # 320 × 16 embedded; a layer has 4 × 16 × 16 in attention, 3 × 16 × 24 in its MLP, 2 norms.
     assert parameters == (
         "9,552 parameters: 9,472 in 15 tensors with weight decay 0.1, "
@@ -288,6 +329,21 @@ def test_run_beyond_its_end_is_refused(lightning: Lightning, run_yaml: RunYaml):
     assert "the run is at step 6 and max_steps is 4" in line
 
 
+def test_dry_run_works_beside_a_run(lightning: Lightning, run_yaml: RunYaml):
+    lightning("fit", "--config", run_yaml())
+    code, _, err = lightning("fit", "--config", run_yaml({"trainer.fast_dev_run": 2}))
+    assert code == 0, err
+
+
+def test_users_callback_watches_the_validation_loss(lightning: Lightning, run_yaml: RunYaml):
+    path = "lightning.pytorch.callbacks.EarlyStopping"
+    stops_at_once = {"monitor": "val/loss", "stopping_threshold": 99.0}
+    callbacks = [{"class_path": path, "init_args": stops_at_once}]
+    code, _, err = lightning("fit", "--config", run_yaml({"trainer.callbacks": callbacks}))
+    assert code == 0, err
+    assert err.splitlines()[-1] == "stopped at step 3 of 6; the same command goes on"
+
+
 def test_dry_run_leaves_nothing(lightning: Lightning, run_yaml: RunYaml, tmp_path: Path):
     code, _, err = lightning("fit", "--config", run_yaml({"trainer.fast_dev_run": 2}))
     assert code == 0, err
@@ -303,6 +359,13 @@ def test_validate_prints_the_figures_of_the_newest_checkpoint(
     assert code == 0, err
     last = [line for line in trained.splitlines() if line.startswith("step 6 · val loss")]
     assert [line for line in (out + err).splitlines() if "val loss" in line] == last
+
+
+def test_validate_on_nothing_is_refused(lightning: Lightning, run_yaml: RunYaml):
+    config = run_yaml({"trainer.limit_val_batches": 0})
+    assert "limit_val_batches is 0: there is nothing" in refusal(
+        lightning, "validate", "--config", config
+    )
 
 
 def test_validate_without_checkpoint_is_refused(lightning: Lightning, run_yaml: RunYaml):

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from conftest import Lightning
 
-import cli
+from callbacks.config import load_yaml
 from lm.model import LM, ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,12 +15,12 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_same_command_starts_and_resumes(path: Path):
-    assert cli.load_yaml(path.read_text(encoding="utf-8"))["ckpt_path"] == "last"
+    assert load_yaml(path.read_text(encoding="utf-8"))["ckpt_path"] == "last"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_run_has_a_folder_and_a_name_of_its_own(path: Path):
-    content = cli.load_yaml(path.read_text(encoding="utf-8"))
+    content = load_yaml(path.read_text(encoding="utf-8"))
     assert content["trainer"]["default_root_dir"] == f"runs/{path.stem}"
 
 
@@ -34,7 +34,7 @@ def test_every_key_is_known(path: Path, lightning: Lightning):
 
 
 def test_base_has_the_published_size():
-    content = cli.load_yaml((ROOT / "configs" / "base.yaml").read_text(encoding="utf-8"))
+    content = load_yaml((ROOT / "configs" / "base.yaml").read_text(encoding="utf-8"))
     import torch
 
     with torch.device("meta"):

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import zlib
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,9 @@ class StubTrainer(SimpleNamespace):
             "fast_dev_run": 0,
             "global_step": 0,
             "state": SimpleNamespace(fn="fit"),
-            "strategy": SimpleNamespace(root_device=torch.device("cpu")),
+            "strategy": SimpleNamespace(
+                root_device=torch.device("cpu"), reduce=lambda value, reduce_op: value
+            ),
         }
         super().__init__(**defaults | given)
         self.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace())
@@ -138,11 +141,28 @@ def test_ranks_see_disjoint_windows_and_together_all(windows_folder):
 
 @pytest.mark.parametrize("start", range(4))
 def test_sampler_starts_anywhere_and_is_as_long_as_the_run(start: int):
-    split = {"rank": 0, "first_sample": 0, "micro_batch_size": 2, "world_size": 1}
-    whole = list(StepBatches(0, 4, 3, **split))
-    later = StepBatches(start, 4, 3, **split)
+    run = {"max_steps": 4, "accumulate": 3, "micro_batch_size": 2}
+    split = {"rank": 0, "first_sample": 0, "world_size": 1}
+    whole = list(StepBatches(start=0, **run, **split))
+    later = StepBatches(start=start, **run, **split)
     assert list(later) == whole[start * 3 :]
     assert len(later) == len(whole) == 12
+
+
+@pytest.mark.parametrize(("size", "accumulate"), [(6, 1), (3, 2), (1, 6)])
+def test_trace_of_a_step_is_that_of_its_rows_whatever_the_split(
+    windows_folder, size: int, accumulate: int
+):
+    trainer = StubTrainer(accumulate_grad_batches=accumulate, max_steps=2, training=True)
+    data = open_data(windows_folder(400), trainer, micro_batch_size=size)
+    traces = []
+    for micro_step, batch in enumerate(data.train_dataloader(), 1):
+        data.on_before_batch_transfer(batch, 0)
+        if micro_step % accumulate == 0:
+            traces.append(data.step_figures()["data/rows_crc32"])
+    whole = open_data(windows_folder(401), StubTrainer(max_steps=2), micro_batch_size=6)
+    rows = [batch["input_ids"] for batch in whole.train_dataloader()]
+    assert traces == [sum(zlib.crc32(row.numpy().tobytes()) for row in step) for step in rows]
 
 
 # Length
@@ -169,6 +189,14 @@ def test_epochs_end_with_a_step_over_what_is_left(windows_folder):
     assert trainer.max_steps == 2
     assert [len(batch) for batch in batches] == [2, 2, 2, 1]
     assert sorted(flat(batches)) == [SEQ_LEN * window for window in range(7)]
+
+
+def test_forty_five_micro_batches_at_accumulate_eight_are_six_updates(windows_folder):
+    trainer = StubTrainer(max_steps=-1, accumulate_grad_batches=8)
+    data = open_data(windows_folder(45 * SEQ_LEN + 1), trainer, epochs=1.0, micro_batch_size=1)
+    sizes = [len(batch) for batch in firsts(data.train_dataloader())]
+    assert trainer.max_steps == 6
+    assert sizes == [1] * 45 + [0] * 3
 
 
 @pytest.mark.parametrize(
@@ -251,6 +279,14 @@ def test_missing_files_without_a_corpus_name_the_command(tmp_path: Path):
     data = LMDataModule(path=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=r"lacks train\.bin, .* lightning prepare --config"):
         data.prepare_data()
+
+
+def test_lost_file_of_a_prepared_set_is_not_made_up(corpus: Path, tmp_path: Path):
+    folder = tmp_path / "lost"
+    shutil.copytree(corpus, folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"lacks tokenizer\.json of what its meta\.json describes"):
+        LMDataModule(path=str(folder), corpus="stdlib").prepare_data()
 
 
 def test_complete_files_are_not_prepared_again(corpus: Path):

@@ -253,13 +253,16 @@ def test_equal_seeds_give_equal_weights() -> None:
 # Borders
 
 
-@pytest.mark.parametrize(
-    "name", ["vocab_size", "d_model", "n_layers", "n_heads", "ffn_dim", "max_seq_len"]
-)
+@pytest.mark.parametrize("name", ["vocab_size", "d_model", "n_layers", "n_heads", "ffn_dim"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_size_below_one_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^model.config.{name} is {value}: must be at least 1$"):
         ModelConfig(**{name: value})
+
+
+def test_context_without_positions_is_refused_under_the_key_that_sets_it() -> None:
+    with pytest.raises(ValueError, match=r"^data\.seq_len is 0: must be at least 1$"):
+        ModelConfig(max_seq_len=0)
 
 
 def test_heads_that_do_not_divide_the_width_are_refused() -> None:

@@ -13,6 +13,9 @@ import references
 import torch
 from conftest import Lightning, RunYaml
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader, default_convert
 
 from callbacks.checkpoint import read_checkpoint
@@ -77,8 +80,8 @@ def fit(tmp_path: Path):
             accumulate_grad_batches=accumulate,
             limit_val_batches=0,
             logger=False,
-            enable_checkpointing=False,
-            default_root_dir=tmp_path,
+            callbacks=[Checkpoint()],  # one that saves nothing, or Lightning adds its own
+            default_root_dir=str(tmp_path),
             **options,
         ).fit(module, datamodule=Batches(batches))
         return module, seen[accumulate - 1 :: accumulate]
@@ -166,6 +169,31 @@ def test_clip_scales_the_gradient_to_the_limit(fit):
 def test_norms_of_bf16_and_fp32_agree(fit):
     (_, [wide]), (_, [narrow]) = fit([rows(6, 6)]), fit([rows(6, 6)], precision="bf16-mixed")
     assert narrow["optim/grad_norm"] == pytest.approx(wide["optim/grad_norm"], rel=0.05)
+
+
+def fit_in_fp16(batches: list[dict[str, torch.Tensor]], root: Path) -> list[dict[str, float]]:
+    """Train with the gradient scaler, which Lightning's own options only allow on a GPU."""
+    module = LMModule(config=CONFIG, optim=OPTIM, compile=False, seed=5)
+    seen: list[dict[str, float]] = []
+    cast(Any, module).on_train_batch_end = lambda *_: seen.append(module.step_figures())
+    LightningTrainer(
+        accelerator="cpu",
+        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))],  # pyright: ignore[reportPrivateImportUsage]
+        max_steps=len(batches),
+        gradient_clip_val=1.0,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=root,
+    ).fit(module, datamodule=Batches(batches))
+    return seen
+
+
+def test_norms_of_fp16_and_fp32_agree_so_it_is_measured_unscaled(fit, tmp_path: Path):
+    (_, [wide]), [narrow] = fit([rows(6, 6)]), fit_in_fp16([rows(6, 6)], tmp_path)
+    assert narrow["optim/grad_norm"] == pytest.approx(wide["optim/grad_norm"], rel=0.05)
+    assert narrow["train/loss"] == pytest.approx(wide["train/loss"], rel=0.01)
 
 
 # Learning rate

@@ -59,6 +59,7 @@ def stand_in(**changes: Any) -> Any:
         "should_stop": False,
         "state": SimpleNamespace(fn="fit"),
         "default_root_dir": "runs/a",
+        "datamodule": SimpleNamespace(step_figures=lambda: {"data/rows_crc32": 77}),
     }
     return SimpleNamespace(**values | changes)
 
@@ -242,9 +243,14 @@ def test_end_of_training_is_told_in_one_line(end, text):
     progress, trainer = Progress(stream), stand_in(global_step=6)
     progress.on_train_start(trainer, module(2.0))
     trainer.global_step = end
-    progress.on_train_end(trainer, module(2.0))
     progress.on_fit_end(trainer, module(2.0))
     assert stream.getvalue() == text
+
+
+def test_first_start_says_where():
+    stream = io.StringIO()
+    Progress(stream).on_train_start(stand_in(global_step=0), module(2.0))
+    assert stream.getvalue() == "starting at step 0 in runs/a\n"
 
 
 def test_run_that_was_finished_before_says_so():

@@ -3,7 +3,6 @@
 Judged by weights, moments and the rows of metrics.csv: equal losses alone prove nothing.
 """
 
-import csv
 import os
 import signal
 import subprocess
@@ -15,9 +14,9 @@ import pytest
 import torch
 from conftest import Lightning, RunYaml
 
+from callbacks.drill import rows
 from lm.schedule import warmup_cosine
 
-TIMES = {"throughput/tokens_per_sec", "time/eta_s", "memory/peak_gib"}
 STEPS = 7
 # No save and no validation falls on every step: a resume starts at each of them all the same.
 RUN = {
@@ -26,15 +25,6 @@ RUN = {
     "checkpoint.every_n_steps": 1,
     "checkpoint.keep_last": 99,
 }
-
-
-def rows(root: Path) -> list[dict[str, str]]:
-    """metrics.csv without the figures that are times."""
-    with (root / "metrics.csv").open(encoding="utf-8", newline="") as file:
-        return [
-            {name: value for name, value in row.items() if name not in TIMES}
-            for row in csv.DictReader(file)
-        ]
 
 
 def state(root: Path, step: int = STEPS) -> dict[str, Any]:

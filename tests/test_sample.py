@@ -119,7 +119,8 @@ def test_other_tokenizer_of_equal_size_is_refused(
         (["--top_p", "1.5"], "top_p is 1.5"),
         (["--max_new_tokens", "-3"], "max_new_tokens is -3"),
         (["--temperature", "hot"], "invalid float value: 'hot'"),
-        (["--temprature", "1"], "temprature is not a known key; did you mean temperature?"),
+        (["--temprature", "1"], "--temprature 1; did you mean --temperature?"),
+        (["--device", "foo"], "invalid choice: 'foo'"),
     ],
 )
 def test_option_against_its_rule_is_refused(

@@ -24,8 +24,11 @@ class Run:
             max_steps=100,
             strategy=SimpleNamespace(root_device=CPU),
             datamodule=SimpleNamespace(tokens_per_step=120),
+            lightning_module=SimpleNamespace(flops_per_token=5_000_000_000),
+            world_size=2,
+            is_global_zero=True,
         )
-        self.throughput = Throughput(now=lambda: self.seconds)
+        self.throughput = Throughput(peak_tflops=1.0, now=lambda: self.seconds)
         self.module: Any = None
         self.throughput.on_train_start(self.trainer, self.module)
 
@@ -55,6 +58,32 @@ def test_tokens_per_second_is_tokens_of_the_steps_over_their_time():
     run = Run()
     run.steps(0.5, 0.5, 1.0)
     assert run.figures()["throughput/tokens_per_sec"] == 2 * 120 / 1.5
+
+
+def test_mfu_is_of_the_peak_of_all_devices():
+    run = Run()
+    run.steps(1.0, 0.5)
+    figures = run.figures()
+    assert figures["throughput/tflops_per_sec"] == 240 * 0.005
+    assert figures["throughput/mfu"] == pytest.approx(0.6)
+
+
+def test_more_than_the_hardware_can_do_is_warned_of_once(capsys):
+    run = Run()
+    run.steps(1.0)
+    for _ in range(2):
+        run.steps(0.1)
+        assert run.figures()["throughput/mfu"] > 1
+    assert capsys.readouterr().err.count("warning: MFU is ") == 1
+
+
+def test_unknown_peak_leaves_out_mfu_alone():
+    run = Run()
+    run.throughput.peak = None
+    run.steps(1.0, 0.5)
+    figures = run.figures()
+    assert "throughput/mfu" not in figures
+    assert figures["throughput/tokens_per_sec"] == 240
 
 
 def test_first_step_after_a_start_is_left_out():

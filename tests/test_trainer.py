@@ -15,86 +15,79 @@ from callbacks.trainer import (
 )
 
 NO_MODULE: Any = None
-DATA_REFUSED = (
-    "trainer.limit_train_batches and trainer.overfit_batches would change which data a step sees; "
-    "shorten the run by trainer.max_steps"
-)
-REFUSED: list[tuple[dict[str, Any], str]] = [
+DATA_REFUSED = "it would change which data a step sees; shorten the run by trainer.max_steps"
+SHARDED_REFUSED = "sharded strategies cannot be resumed exactly yet; use auto or ddp"
+VAL_REFUSED = "it must be a number of micro-batches, 0 for no validation, or 1.0 for all"
+LEAST_ONE = "it must be at least 1"
+REFUSED: list[tuple[str, Any, str]] = [
     (
-        {"max_epochs": 3},
-        "trainer.max_epochs is 3: to Lightning a run is one endless epoch; give the length by "
-        "trainer.max_steps, data.total_tokens or data.epochs",
+        "max_epochs",
+        3,
+        "to Lightning a run is one endless epoch; give its length by trainer.max_steps, "
+        "data.total_tokens or data.epochs",
     ),
-    ({"limit_train_batches": 5}, DATA_REFUSED),
-    ({"limit_train_batches": 0.5}, DATA_REFUSED),
-    ({"overfit_batches": 1}, DATA_REFUSED),
+    ("limit_train_batches", 5, DATA_REFUSED),
+    ("limit_train_batches", 1, DATA_REFUSED),
+    ("limit_train_batches", 0.5, DATA_REFUSED),
+    ("overfit_batches", 1, DATA_REFUSED),
+    ("limit_val_batches", 0.5, VAL_REFUSED),
+    ("limit_val_batches", 5.5, VAL_REFUSED),
+    ("limit_val_batches", -1, VAL_REFUSED),
     (
-        {"gradient_clip_algorithm": "value"},
-        "trainer.gradient_clip_algorithm is value: gradients are clipped by their total norm only; "
-        "leave it out",
+        "gradient_clip_algorithm",
+        "value",
+        "gradients are clipped by their total norm only; leave it out",
     ),
+    ("gradient_clip_val", 0.0, "it must be above 0; null turns clipping off"),
+    ("reload_dataloaders_every_n_epochs", 1, "it would restart the data order; leave it out"),
+    ("use_distributed_sampler", True, "the data order gives each rank its own; leave it out"),
     (
-        {"reload_dataloaders_every_n_epochs": 1},
-        "trainer.reload_dataloaders_every_n_epochs would restart the data order; leave it out",
+        "check_val_every_n_epoch",
+        1,
+        "intervals count optimizer steps; use trainer.val_check_interval",
     ),
+    ("num_sanity_val_steps", 2, "the data is checked at the start anyway; leave it out"),
     (
-        {"use_distributed_sampler": True},
-        "trainer.use_distributed_sampler is true: the data order gives each rank its own; "
-        "leave it out",
+        "enable_checkpointing",
+        False,
+        "a run that cannot resume is not ours; a trial run is trainer.fast_dev_run",
     ),
-    (
-        {"check_val_every_n_epoch": 1},
-        "trainer.check_val_every_n_epoch is 1: intervals count optimizer steps; use "
-        "trainer.val_check_interval",
-    ),
-    (
-        {"strategy": "fsdp"},
-        "trainer.strategy is fsdp: sharded strategies cannot be resumed exactly yet; use auto or "
-        "ddp",
-    ),
-    (
-        {"strategy": "deepspeed_stage_2"},
-        "trainer.strategy is deepspeed_stage_2: sharded strategies cannot be resumed exactly yet; "
-        "use auto or ddp",
-    ),
-    (
-        {"accumulate_grad_batches": 0},
-        "trainer.accumulate_grad_batches is 0; it must be at least 1 optimizer step",
-    ),
-    (
-        {"val_check_interval": 0},
-        "trainer.val_check_interval is 0; it must be at least 1 optimizer step",
-    ),
-    (
-        {"log_every_n_steps": 0},
-        "trainer.log_every_n_steps is 0; it must be at least 1 optimizer step",
-    ),
-    (
-        {"gradient_clip_val": 0.0},
-        "trainer.gradient_clip_val is 0.0; it must be above 0; null turns clipping off",
-    ),
+    ("barebones", True, "it turns off what makes a run resume; leave it out"),
+    ("strategy", "fsdp", SHARDED_REFUSED),
+    ("strategy", "deepspeed_stage_2", SHARDED_REFUSED),
+    ("accumulate_grad_batches", 0, LEAST_ONE),
+    ("val_check_interval", 0, LEAST_ONE),
+    ("log_every_n_steps", 0, LEAST_ONE),
+    ("fast_dev_run", -2, "it must be 0 or more optimizer steps"),
 ]
 
 
 def trainer(**options: Any) -> Any:
     values: dict[str, Any] = {"accelerator": "cpu", "precision": "32-true", "max_steps": 7}
-    values |= {"logger": False, "enable_checkpointing": False}
+    values |= {"logger": False}
     return Trainer(**values | options)
 
 
 # Arguments
 
 
-@pytest.mark.parametrize(("options", "text"), REFUSED, ids=[str(options) for options, _ in REFUSED])
-def test_argument_that_breaks_a_promise_is_refused_with_a_way_out(options, text):
-    with pytest.raises(ValueError, match=r"; ") as refusal:
-        trainer(**options)
-    assert str(refusal.value) == text
+@pytest.mark.parametrize(("name", "value", "rule"), REFUSED)
+def test_argument_that_breaks_a_promise_is_refused_with_a_way_out(name, value, rule):
+    with pytest.raises(ValueError, match=f"trainer.{name}") as refusal:
+        trainer(**{name: value})
+    assert str(refusal.value) == f"trainer.{name} is {value}: {rule}"
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"limit_train_batches": 1.0}, {"gradient_clip_algorithm": "norm"}, {"gradient_clip_val": 1.0}],
+    [
+        {"limit_train_batches": 1.0},
+        {"gradient_clip_algorithm": "norm"},
+        {"gradient_clip_val": 1.0},
+        {"limit_val_batches": 0},
+        {"limit_val_batches": 1.0},
+        {"precision": 32},
+    ],
 )
 def test_argument_that_changes_nothing_is_accepted(options):
     assert trainer(**options).max_steps == 7
@@ -136,6 +129,18 @@ def test_fast_dev_run_trains_whole_steps_and_leaves_nothing_behind(run_yaml, lig
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("asked", "precision"), [(32, "32-true"), ("bf16", "bf16-mixed")])
+def test_short_names_of_lightning_are_understood(asked, precision, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    assert trainer(precision=asked).precision == precision
+
+
+def test_weights_in_half_precision_train_too(run_yaml, lightning):
+    code, _, err = lightning("fit", "--config", run_yaml({"trainer.precision": "bf16-true"}))
+    assert code == 0, err
+    assert "done: 6 steps" in err
+
+
 # Time limit
 
 
@@ -145,7 +150,7 @@ def test_max_time_is_a_budget_in_seconds():
 
 
 def test_max_time_of_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"trainer\.max_time is .*; it must be above 0"):
+    with pytest.raises(ValueError, match=r"trainer\.max_time is .*it must be above 0"):
         trainer(max_time={"seconds": 0})
 
 
@@ -174,6 +179,7 @@ def test_validation_follows_every_val_check_batch(enabled, expected):
     [((9, 0), "bf16-mixed"), ((8, 0), "bf16-mixed"), ((7, 5), "16-mixed"), ((7, 0), "16-mixed")],
 )
 def test_auto_precision_on_cuda_is_bf16_where_the_card_has_it(capability, precision, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     assert choose_precision("auto", "cuda") == precision
 
@@ -201,6 +207,7 @@ def test_auto_precision_on_mps_is_fp32():
 
 @pytest.mark.parametrize("asked", ["bf16-mixed", "bf16-true"])
 def test_bf16_on_a_card_without_it_names_the_card_and_fp16(asked, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla V100")
     with pytest.raises(ValueError, match="has no bf16") as refusal:
@@ -224,6 +231,7 @@ def test_fp16_on_a_cpu_is_refused(asked):
     ("asked", "device"), [("bf16-mixed", "cpu"), ("32-true", "cuda"), ("16-mixed", "cuda")]
 )
 def test_explicit_precision_is_kept_where_it_can_run(asked, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     assert choose_precision(asked, device) == asked

@@ -1,0 +1,98 @@
+"""Parameters and FLOPs in closed form, and the share of a device's peak."""
+
+import pytest
+import torch
+
+from callbacks.peak_flops import measured_peak_flops, peak_flops
+from callbacks.throughput import Throughput, mfu
+from lm.flops import flops_per_token, parameters
+from lm.model import LM, ModelConfig
+
+BASE = ModelConfig(
+    vocab_size=32000, d_model=1536, n_layers=18, n_heads=12, n_kv_heads=4, ffn_dim=4096,
+    max_seq_len=2048,
+)  # fmt: skip
+ODD = ModelConfig(
+    vocab_size=11, d_model=12, n_layers=3, n_heads=10, n_kv_heads=5, head_dim=4, ffn_dim=14,
+    tie_embeddings=False,
+)  # fmt: skip
+# The example of 124 million parameters without positions at 1,024 positions: 178,000 tokens/s.
+FLOPS = 855_166_464 * 178_000
+
+
+@pytest.mark.parametrize("config", [BASE, ODD, ModelConfig()])
+def test_parameters_are_those_of_the_model(config: ModelConfig):
+    with torch.device("meta"):
+        model = LM(config)
+    assert sum(parameters(config).values()) == sum(p.numel() for p in model.parameters())
+
+
+def test_base_model_costs_what_its_table_says():
+    assert sum(parameters(BASE).values()) == 502_193_664
+    assert f"{6 * sum(parameters(BASE).values()) / 1e9:.2f}" == "3.01"
+    assert f"{flops_per_token(BASE, 2048) / 1e9:.2f}" == "3.69"
+
+
+def test_untied_head_costs_what_a_tied_one_does():
+    tied = ModelConfig(tie_embeddings=True)
+    untied = ModelConfig(tie_embeddings=False)
+    assert flops_per_token(tied, 512) == flops_per_token(untied, 512)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16-mixed", 312),
+        ("NVIDIA A100-SXM4-80GB", "32-true", 19.5),
+        ("NVIDIA H100 80GB HBM3", "bf16-mixed", 989),
+        ("NVIDIA H100 PCIe", "bf16-mixed", 756),
+        ("NVIDIA H100 NVL", "bf16-mixed", 835),
+        ("NVIDIA H200", "bf16-mixed", 989),
+        ("NVIDIA H200 NVL", "bf16-mixed", 989),
+        ("NVIDIA B200", "bf16-mixed", 2250),
+        ("NVIDIA GB200", "bf16-mixed", 2500),
+        ("NVIDIA L40S", "bf16-mixed", 362),
+        ("NVIDIA L40", "bf16-mixed", 181),
+        ("NVIDIA L4", "bf16-mixed", 121),
+        ("NVIDIA A10", "bf16-mixed", 125),
+        ("NVIDIA A40", "bf16-mixed", 149.7),
+        ("NVIDIA A30", "bf16-mixed", 165),
+        ("NVIDIA GeForce RTX 4090", "bf16-mixed", 165.2),
+        ("NVIDIA GeForce RTX 3090", "bf16-mixed", 71),
+        ("NVIDIA GeForce RTX 5090", "bf16-mixed", 209.5),
+        ("Tesla T4", "16-mixed", 65),
+        ("Tesla V100-SXM2-16GB", "16-mixed", 125),
+        ("Tesla V100-PCIE-16GB", "16-mixed", 112),
+    ],
+)
+def test_peak_is_dense_and_by_precision(name: str, precision: str, tflops: float):
+    assert peak_flops(name, precision) == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A10G", "NVIDIA L400", "NVIDIA A1000", "Some Card", ""])
+def test_unknown_device_has_no_peak(name: str):
+    assert peak_flops(name, "bf16-mixed") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "percent"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 1, "48.79"),
+        ("NVIDIA H100 80GB HBM3", 1, "15.39"),
+        ("NVIDIA A100-SXM4-80GB", 2, "48.79"),
+    ],
+)
+def test_share_is_of_all_devices(name: str, devices: int, percent: str):
+    peak = peak_flops(name, "bf16-mixed")
+    assert peak is not None
+    assert f"{100 * mfu(devices * FLOPS, peak, devices):.2f}" == percent
+
+
+def test_peak_of_a_cpu_is_its_best_product():
+    clock = iter([0.0, 0.0, 0.5, 0.5, 1.0, 1.25, 2.0])
+    assert measured_peak_flops("32-true", 1.0, lambda: next(clock)) == 2 * 2048**3 / 0.25
+
+
+def test_peak_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"throughput\.peak_tflops is 0\.0: must be above 0"):
+        Throughput(peak_tflops=0.0)
