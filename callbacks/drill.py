@@ -1,5 +1,6 @@
 """The fire drill: a run that is killed and resumed against one that is not, bit for bit."""
 
+import contextlib
 import csv
 import os
 import random
@@ -7,8 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from callbacks.moments import MOMENTS, VARIABLE
 
 # Figures of a row that are times and sizes of a process, not of the run.
 OF_THE_PROCESS = ("throughput/", "time/", "memory/")
+Say = Callable[[str], None]
 COMPARED = ("state_dict", "optimizer_states", "lr_schedulers", "LMDataModule")
 
 
@@ -62,51 +65,49 @@ def differences(one: Any, other: Any, where: str = "") -> Iterator[tuple[str, in
         yield where, 1
 
 
-def run_to_the_end(command: list[str], moment: str, seconds: float, say: Any) -> Start:
-    """Start the run with a kill ahead: at a moment inside it, or after so many seconds."""
-    environment = dict(os.environ)
-    environment.pop(VARIABLE, None)
+def run_to_the_end(command: list[str], moment: str, seconds: float, say: Say) -> Start:
+    """Start the run with a kill ahead: at a moment inside it, or after so many seconds.
+
+    Raises:
+        RuntimeError: the run ended in another way.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     if moment not in ("random", ""):
         environment[VARIABLE] = moment
-    process = subprocess.Popen(
+    lines: list[str] = []
+    with subprocess.Popen(
         command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    deadline = time.monotonic() + seconds
-    resumed, step, lines = "step 0", "-", list[str]()
-    assert process.stderr is not None
-    os.set_blocking(process.stderr.fileno(), False)
-    rest = ""
-    while True:
-        rest += process.stderr.read() or ""
-        *whole, rest = rest.split("\n")
-        for line in whole:
-            lines.append(line)
-            if match := re.search(r"resuming from .* at step (\d+)", line):
-                resumed = f"step {match[1]}"
-            if match := re.match(r"step +(\d+)/", line):
-                step = match[1]
-                say(f"{moment or 'to the end'}: step {step}")
-        if moment == "random" and time.monotonic() >= deadline:
-            kill_all(process)
+    ) as process:
+        reader = threading.Thread(target=watch, args=(process.stderr, lines, say))
+        reader.start()
+        try:
+            process.wait(seconds if moment == "random" else None)
+        except subprocess.TimeoutExpired:
             moment = f"random, after {seconds:.1f} s"
-            break
-        if process.poll() is not None:
-            break
-        time.sleep(0.02)
-    code = process.wait()
-    kill_all(process)
+        # The other processes of the run too, and the one that waits for them.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+        reader.join()
     if code not in (0, -signal.SIGKILL):
         raise RuntimeError(f"the run could not go on (exit code {code}): {' '.join(lines[-3:])}")
-    return Start(moment=moment, code=code, resumed_from=resumed, last_step=step)
+    text = "\n".join(lines)
+    resumed = re.findall(r"resuming from .* at step (\d+)", text)
+    steps = re.findall(r"^step +(\d+)/", text, flags=re.MULTILINE)
+    return Start(
+        moment=moment,
+        code=code,
+        resumed_from=f"step {resumed[-1]}" if resumed else "step 0",
+        last_step=steps[-1] if steps else "-",
+    )
 
 
-def kill_all(process: subprocess.Popen) -> None:
-    """Kill every process of the run and wait until all are gone."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
+def watch(stream: Iterable[str], lines: list[str], say: Say) -> None:
+    """Collect a run's lines and pass on its steps."""
+    for line in stream:
+        lines.append(line.rstrip("\n"))
+        if line.startswith("step "):
+            say(lines[-1].split(" · ")[0])
 
 
 def plan_kills(kills: int, draw: random.Random, accumulates: bool, validates: bool) -> list[str]:
@@ -129,7 +130,7 @@ def plan_kills(kills: int, draw: random.Random, accumulates: bool, validates: bo
 
 
 def drill(
-    arguments: list[str], root: Path, plan: list[str], draw: random.Random, say: Any
+    arguments: list[str], root: Path, plan: list[str], draw: random.Random, say: Say
 ) -> tuple[list[Start], list[str], int]:
     """Run once in peace and once with kills; returns the starts, the differences and their bits.
 
