@@ -249,10 +249,23 @@ class Trunk(nn.Module):
             )
         rotary = self.rotary[:, start : start + ids.shape[1]]
         x = F.dropout(self.embed_tokens(ids), self.dropout, self.training)
+        return self.decode(x, rotary, cache)
+
+    def decode(
+        self,
+        x: Float[Tensor, "B T D"],
+        rotary: Float[Tensor, "2 T H"],
+        cache: KVCache | None = None,
+    ) -> Float[Tensor, "B T D"]:
+        """All blocks and the last norm: what is worth compiling.
+
+        Not the embedding: compiled for CPUs, its gradient is summed by threads in the order in
+        which they come, and no two runs end with the same bits.
+        """
         for layer, block in enumerate(self.layers):
             x = block(x, rotary, cache, layer)
         if cache is not None:
-            cache.length += ids.shape[1]
+            cache.length += x.shape[1]
         return self.norm(x)
 
 

@@ -139,8 +139,9 @@ class LMModule(LightningModule):
             torch.manual_seed(self.seed)
             self.net = LM(self.config)
         if self.compiled:
-            # In place, so that no key of the state dict carries a prefix.
-            self.net.model.compile(dynamic=False)
+            # A method and no module, so that no key of the state dict carries a prefix.
+            trunk = self.net.model
+            trunk.decode = torch.compile(trunk.decode, dynamic=False)
             self.loss_step = torch.compile(softmax_step, dynamic=False)
 
     def configure_optimizers(self) -> Any:

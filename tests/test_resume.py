@@ -301,6 +301,27 @@ def test_resume_with_compile_ends_with_the_same_bits(run_yaml: RunYaml, tmp_path
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [True, False])
+def test_two_runs_on_two_threads_end_with_the_same_bits(
+    run_yaml: RunYaml, tmp_path: Path, compiled: bool
+):
+    # Large enough for threads to share the work, and for each id to be met by both.
+    overrides = RUN | {
+        "model.compile": compiled,
+        "model.config.d_model": 128,
+        "data.seq_len": 128,
+        "data.micro_batch_size": 8,
+        "trainer.precision": "auto",
+        "trainer.limit_val_batches": 0,
+    }
+    for name in ("one", "other"):
+        config = run_yaml(overrides | {"trainer.default_root_dir": str(tmp_path / name)})
+        environment = os.environ | {"OMP_NUM_THREADS": "2"}
+        subprocess.run([PROGRAM, "fit", "--config", config], check=True, env=environment)
+    assert_same_run(tmp_path / "one", tmp_path / "other")
+
+
 def test_sigkill_and_the_same_command_end_with_the_same_bits(
     lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
 ):
