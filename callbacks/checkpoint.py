@@ -7,7 +7,6 @@ import pickle
 import random
 import re
 import shutil
-import sys
 import time
 import zipfile
 from collections.abc import Callable
@@ -20,12 +19,11 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from callbacks.moments import reach, watched
 from callbacks.run_folder import contract
-from callbacks.trainer import at_step_edge, is_dry_run, validation_follows
+from callbacks.trainer import announce, at_step_edge, is_dry_run, validation_follows
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d+)\.ckpt")
@@ -34,6 +32,11 @@ TEMPORARY = ".tmp-"
 # A resumed run must agree in these and in what the datamodule refuses; other differences are
 # announced, and the new value holds.
 FIXED = ("model.config.", "seed_everything")
+
+
+def file_name(step: int) -> str:
+    """Name of a step's file, as `NAME` reads it."""
+    return f"step-{step:08d}.ckpt"
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -125,7 +128,7 @@ def resolve(ckpt_path: str | None, root: Path, starts: bool = False) -> Path | N
     best = newest["callbacks"]["AtomicCheckpoint"]["best"]
     if not best:
         raise ValueError(f"{root} has no best checkpoint: nothing was validated yet")
-    return held[0][1].with_name(f"step-{best['step']:08d}.ckpt")
+    return held[0][1].with_name(file_name(best["step"]))
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -281,12 +284,6 @@ class AtomicCheckpointIO(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
 
-@rank_zero_only
-def announce(line: str) -> None:
-    """Say something that the user should see once, on stderr."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def random_states() -> dict[str, Any]:
     """States of the generators that users' own code may draw from, as plain types."""
     numpy_state = cast(tuple, np.random.get_state())
@@ -407,7 +404,7 @@ class AtomicCheckpoint(Checkpoint):
         # What the loggers hold of this step must not be lost with a kill after it.
         for logger in trainer.loggers:
             logger.save()
-        path = Path(trainer.default_root_dir, FOLDER, f"step-{step:08d}.ckpt")
+        path = Path(trainer.default_root_dir, FOLDER, file_name(step))
         self._saved_step, self._saved_at = step, self._now()
         verify = verify or step == trainer.max_steps
         try:

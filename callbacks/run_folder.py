@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_only
 
-from callbacks.trainer import is_dry_run
+from callbacks.trainer import announce, is_dry_run
 
 PACKAGES = ("relight", "torch", "lightning", "numpy", "tokenizers")
 
@@ -117,7 +117,7 @@ class RunRecord(Callback):
             return
         root = Path(trainer.default_root_dir)
         if reason := volatile_folder(root):
-            print(f"warning: {reason}", file=sys.stderr, flush=True)
+            announce(f"warning: {reason}")
         path = root / "run.json"
         try:
             starts = json.loads(path.read_text(encoding="utf-8"))["starts"]

@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from callbacks.checkpoint import AtomicCheckpoint, announce
-from callbacks.trainer import at_step_edge, validation_follows
+from callbacks.checkpoint import AtomicCheckpoint
+from callbacks.trainer import announce, at_step_edge, validation_follows
 
 EXIT_CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
 # Stands for the end of `trainer.max_time` among the signals; nobody sends it.

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from callbacks.peak_flops import measured_peak_flops, peak_flops
-from callbacks.trainer import at_step_edge
+from callbacks.trainer import announce, at_step_edge
 
 
 class Throughput(Callback):
@@ -47,20 +47,15 @@ class Throughput(Callback):
             return
         if device.type == "cpu":
             self.peak = measured_peak_flops(precision)
-            self._say(trainer, f"peak of this CPU, measured: {self.peak / 1e12:.2f} TFLOP/s")
+            announce(f"peak of this CPU, measured: {self.peak / 1e12:.2f} TFLOP/s")
         elif device.type == "cuda":
             name = torch.cuda.get_device_name(device)
             self.peak = peak_flops(name, precision)
             if self.peak is None:
-                self._say(
-                    trainer,
+                announce(
                     f"no MFU: the peak of {name} in {precision} is not known; give the dense "
                     "TFLOP/s of one device by throughput.peak_tflops",
                 )
-
-    def _say(self, trainer: Trainer, line: str) -> None:
-        if trainer.is_global_zero:
-            print(line, file=sys.stderr, flush=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mark = self._first_step = None
@@ -112,7 +107,7 @@ class Throughput(Callback):
             figures["throughput/tflops_per_sec"] = flops / 1e12
             if self.peak is not None:
                 figures["throughput/mfu"] = mfu(flops, self.peak, trainer.world_size)
-                self._warn_once(trainer, figures["throughput/mfu"])
+                self._warn_once(figures["throughput/mfu"])
             step, start = self._first_step
             # Validation and saving count here: they will come again.
             a_step = (self._now() - start) / (trainer.global_step - step)
@@ -120,11 +115,10 @@ class Throughput(Callback):
         self._steps, self._seconds = 0, 0.0
         return figures
 
-    def _warn_once(self, trainer: Trainer, share: float) -> None:
+    def _warn_once(self, share: float) -> None:
         if share > 1 and not self._warned:
             self._warned = True
-            self._say(
-                trainer,
+            announce(
                 f"warning: MFU is {share:.0%}, more than the hardware can do: the peak of one "
                 "device is set too low; give the right one by throughput.peak_tflops",
             )

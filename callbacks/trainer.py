@@ -1,5 +1,6 @@
 """The Trainer: Lightning's, counted in optimizer steps, with precision chosen for the hardware."""
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, cast, get_args
@@ -10,6 +11,7 @@ from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_only
 
 Precision = Literal[
     "auto", "bf16-mixed", "16-mixed", "32-true", "bf16-true", "16-true", "64-true",
@@ -57,6 +59,12 @@ def choose_precision(asked: str, device: str) -> str:
             f"trainer.precision is {asked}: fp16 needs a GPU; use bf16-mixed, 32-true or auto"
         )
     return asked
+
+
+@rank_zero_only
+def announce(line: str) -> None:
+    """Say something that the user should see once, on stderr."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def at_step_edge(trainer: LightningTrainer, batch_idx: int) -> bool:
