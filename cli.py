@@ -28,6 +28,9 @@ LINKS = {
     "data.vocab_size": "model.config.vocab_size",
 }
 
+# Exit codes of a program that was asked to stop; SIGUSR1 is a scheduler's early SIGTERM.
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 a mistake of the user."""
@@ -37,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             # A terminal of a narrow alphabet must not end a run.
             stream.reconfigure(errors="backslashreplace")
     # For the time before training, which has handlers of its own, and for all other commands.
-    handlers = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, leave) for number in EXIT_CODES}
     try:
         if not argv or argv[0] in ("-h", "--help"):
             print(overview())
@@ -79,8 +82,8 @@ def overview() -> str:
 
 
 def leave(number: int, frame: object) -> NoReturn:
-    """Leave on a signal with the shell's exit code for it."""
-    raise SystemExit(128 + number)
+    """Leave on a signal that comes when there is nothing to save."""
+    raise SystemExit(EXIT_CODES[signal.Signals(number)])
 
 
 def report(error: Exception) -> int:
@@ -168,7 +171,7 @@ def plan(argv: list[str]) -> None:
             optim=cli.model.optim_config,
             micro_batch_size=data.micro_batch_size,
             accumulate=trainer.accumulate_grad_batches,
-            devices=count_devices(trainer.devices) * trainer.num_nodes,
+            devices=count_devices(trainer) * trainer.num_nodes,
             max_steps=None if trainer.max_steps == -1 else trainer.max_steps,
             total_tokens=data.total_tokens,
             epochs=data.epochs,
@@ -184,14 +187,16 @@ def plan(argv: list[str]) -> None:
     print(json.dumps(found, indent=1) if as_json else table(found))
 
 
-def count_devices(asked: Any) -> int:
-    """Devices that `trainer.devices` stands for; auto and -1 are all of this machine."""
+def count_devices(trainer: Any) -> int:
+    """Devices that `trainer.devices` stands for; auto and -1 are all GPUs of this machine."""
     import torch
 
+    asked = trainer.devices
     if isinstance(asked, list):
         return len(asked)
-    whole = str(asked).isdecimal() and int(asked) > 0
-    return int(asked) if whole else max(1, torch.cuda.device_count())
+    if str(asked).isdecimal() and int(asked) > 0:
+        return int(asked)
+    return 1 if trainer.accelerator == "cpu" else max(1, torch.cuda.device_count())
 
 
 def drill(argv: list[str]) -> None:
@@ -201,39 +206,63 @@ def drill(argv: list[str]) -> None:
     add("--kills", type=int, default=5, help="how often the run is killed")
     add("--steps", type=int, help="shorten the run to so many optimizer steps")
     add("--seed", type=int, default=0, help="of the moments and times")
+    add("--elastic", action="store_true", help="also go on under another split of the batch")
     parser.epilog = "All other options are those of lightning fit, --config first of all."
     options, run = parser.parse_known_args(argv)
     if options.kills < 1:
         raise ValueError(f"--kills is {options.kills}: must be at least 1")
+    if options.steps is not None and options.steps < 6:
+        raise ValueError(f"--steps is {options.steps}: must be at least 6, to save and validate")
 
     from callbacks import drill as fire_drill
 
-    config = run_cli("prepare", run).config
-    root = Path(config.trainer.default_root_dir + "-drill")
+    config = run_cli("prepare", [*run, *shortened(options.steps)]).config
+    trainer, micro_batch_size = config.trainer, config.data.micro_batch_size
+    split = (micro_batch_size, trainer.accumulate_grad_batches, count_devices(trainer))
+    other = fire_drill.other_split(*split) if options.elastic else ()
+    root = Path(trainer.default_root_dir + "-drill")
     shutil.rmtree(root, ignore_errors=True)
-    steps = [] if options.steps is None else [f"--trainer.max_steps={options.steps}"]
     draw = random.Random(options.seed)
     plan = fire_drill.plan_kills(
         options.kills,
         draw,
-        accumulates=config.trainer.accumulate_grad_batches > 1,
-        validates=config.trainer.limit_val_batches != 0,
+        accumulates=trainer.accumulate_grad_batches > 1,
+        validates=trainer.limit_val_batches != 0,
     )
     say = print_in_place if sys.stderr.isatty() else lambda line: None
     print(f"drill: {options.kills} kills, seed {options.seed}, in {root}", flush=True)
-    starts, found, bits = fire_drill.drill(
-        [*run, *steps, "--trainer.log_every_n_steps=1"], root, plan, draw, say
-    )
+    arguments = [*run, *shortened(options.steps), "--trainer.log_every_n_steps=1"]
+    outcome = fire_drill.drill(arguments, root, plan, draw, say)
     print(f"\n{'start':>5}  {'resumed from':<14}{'killed':<28}{'last step seen':>14}")
-    for number, start in enumerate(starts, 1):
-        killed = start.moment if start.code else f"{start.moment}, not reached" * bool(start.moment)
+    for number, start in enumerate(outcome.starts, 1):
+        killed = start.moment if start.code else "ran to its end"
         print(f"{number:>5}  {start.resumed_from:<14}{killed:<28}{start.last_step:>14}")
-    kills = sum(start.code != 0 for start in starts)
-    for line in found[:5]:
-        print(f"differs: {line}")
-    print(f"drill: {kills} kills, {bits} differing bits")
-    if found:
-        raise RuntimeError(f"the killed run differs in {len(found)} places; both are in {root}")
+    for where, bits in outcome.found[:5]:
+        print(f"differs: {where}: {bits} bits")
+    changed = 0
+    if other and not outcome.found:
+        step, steps, changed, loss = fire_drill.elastic(arguments, root, other, say)
+        print(
+            f"elastic: {' × '.join(map(str, split))} until step {step}, then "
+            f"{' × '.join(map(str, other))} (micro-batch × accumulate × devices): the same samples "
+            f"in {steps - changed} of {steps} steps, losses within {loss:.0e} of each other"
+        )
+    print(f"drill: {outcome.kills} kills, {outcome.bits} differing bits")
+    if outcome.found or changed:
+        places = len(outcome.found) + changed
+        raise RuntimeError(f"the runs differ in {places} places; they are in {root}")
+
+
+def shortened(steps: int | None) -> list[str]:
+    """Options of a run cut down to so many steps, in which it still saves and validates."""
+    if steps is None:
+        return []
+    length = [f"--trainer.max_steps={steps}", "--data.total_tokens=null", "--data.epochs=null"]
+    every = [
+        f"--checkpoint.every_n_steps={steps // 6}",
+        f"--trainer.val_check_interval={steps // 3}",
+    ]
+    return [*length, *every]
 
 
 def print_in_place(line: str) -> None:
@@ -261,13 +290,12 @@ def run_cli(command: str, argv: list[str]) -> Any:
     for file in config_files(argv):
         check_config(file, LINKS)
     quiet_libraries()
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        die_with_parent()
+    die_with_parent()
     if not torch.cuda.is_available():
         keep_freed_memory()
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     jsonargparse.set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
-    callbacks = [RestartInvariantDDP(), RunRecord(), Progress(), StopSignals()]
+    callbacks = [RestartInvariantDDP(), RunRecord(), Progress(), StopSignals(EXIT_CODES)]
     if VARIABLE in os.environ:
         callbacks.append(Moments())
     runs = command in ("fit", "validate")
@@ -293,6 +321,7 @@ def cli_class(command: str, runs: bool) -> type:
 
     from callbacks.checkpoint import AtomicCheckpoint, resolve
     from callbacks.config import RunParser
+    from callbacks.ddp import check_port
     from callbacks.metrics_csv import MetricsCSV, SeamlessTensorBoard
     from callbacks.moments import reach
     from callbacks.run_folder import lock
@@ -329,6 +358,10 @@ def cli_class(command: str, runs: bool) -> type:
                 super().instantiate_classes()
             except (TypeError, ValueError) as error:
                 raise ValueError(str(error)) from error
+
+        def before_instantiate_classes(self) -> None:
+            if runs and count_devices(self._get(self.config, "trainer")) > 1:
+                check_port()
 
         def instantiate_trainer(self, **kwargs: Any) -> Any:
             given = self._get(self.config_init, "trainer")

@@ -1,8 +1,9 @@
-"""The fire drill over ranks, accumulation and workers; prints the table for RESULTS.md.
+"""The fire drill over ranks, accumulation and workers.
 
-    python benchmarks/kill_matrix.py [--kills 17] [--ranks 1 2 4] [--steps 12]
+    python benchmarks/kill_matrix.py [--kills 17] [--ranks 1 2 4] [--steps 12] [--record]
 
-Exits with 1 when a run differs in a bit or could not go on.
+Prints a table, and with --record puts it into RESULTS.md. Exits with 1 when a run differs in a bit
+or could not go on.
 """
 
 import argparse
@@ -12,6 +13,8 @@ import sys
 import tempfile
 from itertools import product
 from pathlib import Path
+
+from record import record
 
 from callbacks.drill import drill, plan_kills
 
@@ -46,26 +49,40 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", action="store_true", help="put the table into RESULTS.md")
     options = parser.parse_args()
     draw = random.Random(options.seed)
-    print("| ranks | accumulate | workers | kills | by moment | differing bits |")
-    print("|---|---|---|---|---|---|", flush=True)
-    total = different = 0
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+
+    say("| ranks | accumulate | workers | kills | by moment | differing bits |")
+    say("|---|---|---|---|---|---|")
+    kills = bits = stuck = 0
     for ranks, accumulate, workers in product(options.ranks, options.accumulate, options.workers):
         root = Path(tempfile.mkdtemp(prefix="kill-matrix-", dir=ROOT / "runs"))
         plan = plan_kills(options.kills, draw, accumulates=accumulate > 1, validates=True)
         fit = arguments(ranks, accumulate, workers, options.steps)
-        starts, found, bits = drill(fit, root, plan, draw, lambda line: None)
-        kills = [start.moment.split(":")[0].split(",")[0] for start in starts if start.code]
-        by_moment = ", ".join(f"{kills.count(name)} {name}" for name in dict.fromkeys(kills))
-        cell = (ranks, accumulate, workers, len(kills), by_moment, bits)
-        print(f"| {' | '.join(map(str, cell))} |", flush=True)
-        for line in found[:3]:
-            print(f"  {line}", flush=True)
-        total, different = total + len(kills), different + bits
+        try:
+            outcome = drill(fit, root, plan, draw, lambda line: None)
+        except RuntimeError as error:
+            stuck += 1
+            say(f"| {ranks} | {accumulate} | {workers} | | {error} | |")
+            continue
+        names = [start.moment.split(":")[0].split(",")[0] for start in outcome.starts if start.code]
+        by_moment = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+        cell = (ranks, accumulate, workers, outcome.kills, by_moment, outcome.bits)
+        say(f"| {' | '.join(map(str, cell))} |")
+        for where, count in outcome.found[:3]:
+            say(f"  {where}: {count} bits")
+        kills, bits = kills + outcome.kills, bits + outcome.bits
         shutil.rmtree(root)
-    print(f"\n{total} kills, {different} differing bits")
-    return int(different > 0)
+    say(f"\n{kills} kills, {bits} differing bits, {stuck} runs that could not go on")
+    if options.record:
+        record("Kill matrix", "\n".join(lines))
+    return int(bits > 0 or stuck > 0)
 
 
 if __name__ == "__main__":

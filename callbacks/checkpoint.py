@@ -21,6 +21,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
+from callbacks.metrics_csv import resume_logs
 from callbacks.moments import reach, watched
 from callbacks.run_folder import contract
 from callbacks.trainer import announce, at_step_edge, is_dry_run, validation_follows
@@ -169,6 +170,16 @@ def tensor_bytes(value: Any) -> int:
     return sum(map(tensor_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
+def replace(temporary: Path, path: Path) -> None:
+    """os.replace, again after a moment where another process has the file open (Windows)."""
+    for wait in (0.1, 0.5):
+        try:
+            return os.replace(temporary, path)
+        except PermissionError:
+            time.sleep(wait)
+    return os.replace(temporary, path)
+
+
 def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     """Make the file appear whole under its final name, durably, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +199,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
             reach("before fsync")
             os.fsync(file.fileno())
         reach("before replace")
-        os.replace(temporary, path)
+        replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
@@ -341,6 +352,8 @@ class AtomicCheckpoint(Checkpoint):
         self.keep_every = keep_every
         self.best: dict[str, float] = {}
         self._saved_step = -1
+        self._validating = False
+        self._validation_due_at = -1
         self._random_states: list[dict[str, Any]] = []
         self._failure: str | None = None
 
@@ -362,7 +375,11 @@ class AtomicCheckpoint(Checkpoint):
         if self._due(trainer):
             self.save_now(trainer)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validating = True
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validating = False
         # A checkpoint of a step whose validation is due comes after it: a kill between the two
         # would lose the validation for good.
         if trainer.state.fn != "fit":
@@ -383,6 +400,15 @@ class AtomicCheckpoint(Checkpoint):
         if failure:
             raise RuntimeError(f"the last checkpoint could not be written: {failure}")
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning enters no loop when no step is left, not even for a validation that is due.
+        if self._validation_due_at == trainer.global_step and trainer.enable_validation:
+            resume_logs(trainer)
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.run()
+            trainer.training = True
+            self.on_train_end(trainer, pl_module)
+
     def _due(self, trainer: Trainer) -> bool:
         step = trainer.global_step
         if step % self.every_n_steps == 0 or step == trainer.max_steps:
@@ -390,8 +416,8 @@ class AtomicCheckpoint(Checkpoint):
         if self.every_minutes is None:
             return False
         # Clocks differ between ranks: the first one's holds for all.
-        over = self._now() - self._saved_at >= 60 * self.every_minutes
-        return trainer.strategy.broadcast(over)
+        over = trainer.is_global_zero and self._now() - self._saved_at >= 60 * self.every_minutes
+        return bool(cast(Any, trainer).largest(int(over)))
 
     def save_now(self, trainer: Trainer, verify: bool = False) -> None:
         """Begin to write the state of the step just finished, unless that was done already.
@@ -460,6 +486,7 @@ class AtomicCheckpoint(Checkpoint):
             torch.distributed.all_gather_object(states, random_states())
         checkpoint["random_states"] = states
         checkpoint["contract"] = contract(trainer)
+        checkpoint["validation_due"] = self._validating
 
     # Resuming
 
@@ -499,26 +526,36 @@ class AtomicCheckpoint(Checkpoint):
     ) -> None:
         if trainer.state.fn != "fit":
             return
-        self._saved_step = checkpoint["global_step"]
+        step, loops = checkpoint["global_step"], checkpoint["loops"]["fit_loop"]
+        due = checkpoint.get("validation_due", False)
+        # With its validation the step's file is written again.
+        self._saved_step, self._validation_due_at = (-1, step) if due else (step, -1)
         if trainer.is_global_zero:
-            self._set_aside(Path(trainer.default_root_dir, FOLDER))
+            self._set_aside(Path(trainer.default_root_dir, FOLDER), step)
         # Lightning counts micro-batches: with another accumulate the same step is another count.
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        progress = loops["epoch_loop.batch_progress"]
         was = checkpoint["contract"]["trainer.accumulate_grad_batches"]
-        done = checkpoint["global_step"] * trainer.accumulate_grad_batches
+        done = step * trainer.accumulate_grad_batches
         for counts in (progress["total"], progress["current"]):
             for name, count in counts.items():
-                counts[name] = done + count - checkpoint["global_step"] * was
+                counts[name] = done + count - step * was
         # The last batch of a run that was lengthened since is not the last any more.
         progress["is_last_batch"] = False
+        # One micro-batch begun and not finished: Lightning's sign that a validation is due.
+        progress = loops["epoch_loop.val_loop.batch_progress"]
+        cut_short = progress["current"]["completed"] if due else 0
+        for counts in (progress["total"], progress["current"]):
+            whole = counts["completed"] - cut_short
+            counts |= {"ready": whole + due, "started": whole + due}
+            counts |= {"processed": whole, "completed": whole}
 
-    def _set_aside(self, folder: Path) -> None:
+    def _set_aside(self, folder: Path, resumed: int) -> None:
         """Rename what is newer than the step resumed from: damaged, or of a way not taken.
 
         Else `last` would mean it again, and retention would count it as the newest.
         """
         for step, path in checkpoints(folder):
-            if step > self._saved_step:
+            if step > resumed:
                 path.rename(path.with_name(f"{path.name}.set-aside"))
                 announce(f"set aside {path}: newer than the step that the run goes on from")
 

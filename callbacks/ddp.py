@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import sys
 from typing import Any, cast
 
@@ -32,9 +33,33 @@ class RestartInvariantDDP(Callback):
         pl_module.zero_grad(set_to_none=True)
 
 
+def check_port() -> None:
+    """Refuse a MASTER_PORT that another program listens on; without one a free port is taken.
+
+    Raises:
+        ValueError: the port is in use, or no port at all.
+    """
+    asked = os.environ.get("MASTER_PORT")
+    if asked is None or "LOCAL_RANK" in os.environ:  # else who started us has taken it already
+        return
+    try:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", int(asked)))
+    except (OSError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"MASTER_PORT is {asked}, where the processes of this run cannot meet ({error}); unset "
+            "it, and a free port is taken, or give another"
+        ) from None
+
+
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however that ends."""
-    if sys.platform == "linux":
+    """Have the kernel kill this process when the one that started it ends, however that ends.
+
+    The first process of a run is left alone, unless torchrun started it.
+    """
+    started = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("LOCAL_RANK", "0") != "0"
+    if started and sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it ended before the call

@@ -5,6 +5,7 @@ import csv
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,45 +119,122 @@ def plan_kills(kills: int, draw: random.Random, accumulates: bool, validates: bo
         if (accumulates or moment != "inside accumulation")
         and (validates or moment != "during validation")
     ]
+    cycle = [*possible, "random"]
     plan = []
     for kill in range(kills):
-        moment = [*possible, "random"][kill % (len(possible) + 1)]
-        # Some way into the run, where it can: parts of a file and micro-batches are many.
-        many = moment in ("inside accumulation", "during validation", "while writing")
-        plan.append(
-            moment if moment == "random" else f"{moment}:{draw.randint(1, 9 if many else 1)}"
-        )
+        moment = cycle[kill % len(cycle)]
+        if moment != "random":
+            # Parts of a file and micro-batches are many. Every other kill lets a save pass first, so
+            # that runs get ahead, and two kills fall between two saves too.
+            most = {"inside accumulation": 9, "while writing": 9}.get(moment, 1)
+            moment += f":{draw.randint(1, most)}"
+            if (kill + kill // len(cycle)) % 2 and not moment.startswith("start-up"):
+                moment += ":after a save"
+        plan.append(moment)
     return plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a drill saw."""
+
+    starts: list[Start]
+    found: list[tuple[str, int]]
+    """Places that differ from the run in peace, and in how many bits."""
+
+    @property
+    def kills(self) -> int:
+        """Starts that ended by the kill that was planned for them."""
+        return sum(start.code != 0 for start in self.starts)
+
+    @property
+    def bits(self) -> int:
+        """Differing bits in all."""
+        return sum(bits for _, bits in self.found)
 
 
 def drill(
     arguments: list[str], root: Path, plan: list[str], draw: random.Random, say: Say
-) -> tuple[list[Start], list[str], int]:
-    """Run once in peace and once with kills; returns the starts, the differences and their bits.
+) -> Outcome:
+    """Run once in peace, then with kills until all are done.
+
+    A run that comes to its end before the last kill is compared, and another one is begun.
 
     Args:
         arguments: Of `lightning fit`, without the run folder.
-        root: Folder for both runs; what an earlier drill left there is removed by the caller.
+        root: Folder for the runs; what an earlier drill left there is removed by the caller.
         plan: From `plan_kills`.
         draw: Source of the random times.
         say: Told of the progress, in one line.
+
+    Raises:
+        RuntimeError: a run ended in another way than by a kill or at its end.
     """
     command = [sys.executable, "-m", "cli", "fit", *arguments, "--trainer.default_root_dir"]
+    whole, killed = root / "whole", root / "killed"
     began = time.monotonic()
-    run_to_the_end([*command, str(root / "whole")], "", 0.0, lambda line: say(f"in peace, {line}"))
+    run_to_the_end([*command, str(whole)], "", 0.0, lambda line: say(f"in peace, {line}"))
     whole_seconds = time.monotonic() - began
-    starts = []
-    for number, moment in enumerate([*plan, ""], 1):
-        seconds = draw.uniform(0.0, whole_seconds)
+    starts, found, waiting = [], [], list(plan)
+    while True:
+        moment = waiting.pop(0) if waiting else ""
+        number = len(starts) + 1
         start = run_to_the_end(
-            [*command, str(root / "killed")],
+            [*command, str(killed)],
             moment,
-            seconds,
-            lambda line, number=number: say(f"start {number} of {len(plan) + 1}, {line}"),
+            draw.uniform(0.0, whole_seconds),
+            lambda line, number=number: say(f"start {number}, {line}"),
         )
         starts.append(start)
-    found = compare(root / "whole", root / "killed")
-    return starts, [f"{where}: {bits} bits" for where, bits in found], sum(b for _, b in found)
+        if start.code == 0:
+            found = compare(whole, killed)
+            if found or not waiting:
+                return Outcome(starts=starts, found=found)
+            shutil.rmtree(killed)
+
+
+def other_split(micro_batch_size: int, accumulate: int, devices: int) -> tuple[int, int, int]:
+    """The same sequences a step in another split, on one device where there are several.
+
+    Raises:
+        ValueError: one sequence a step cannot be split.
+    """
+    each = micro_batch_size * accumulate
+    if devices > 1:
+        return micro_batch_size, accumulate * devices, 1
+    sizes = [size for size in range(each, 0, -1) if each % size == 0 and size != micro_batch_size]
+    if not sizes:
+        raise ValueError("--elastic: a step of one sequence has no other split; enlarge the batch")
+    return sizes[0], each // sizes[0], 1
+
+
+def elastic(
+    arguments: list[str], root: Path, split: tuple[int, int, int], say: Say
+) -> tuple[int, int, int, float]:
+    """Kill a run after its first save, go on under another split, compare with the run in peace.
+
+    Returns the step of the change, the steps in all, those that trained on other samples, and the
+    largest relative difference of a loss.
+    """
+    run = root / "elastic"
+    command = [sys.executable, "-m", "cli", "fit", *arguments, f"--trainer.default_root_dir={run}"]
+    run_to_the_end(command, "before retention:1", 0.0, lambda line: say(f"elastic, {line}"))
+    micro_batch_size, accumulate, devices = split
+    other = [
+        f"--data.micro_batch_size={micro_batch_size}",
+        f"--trainer.accumulate_grad_batches={accumulate}",
+        f"--trainer.devices={devices}",
+        "--trainer.strategy=auto",
+    ]
+    start = run_to_the_end([*command, *other], "", 0.0, lambda line: say(f"elastic, {line}"))
+    pairs = list(zip(rows(root / "whole"), rows(run), strict=True))
+    losses = [(float(one["train/loss"]), float(two["train/loss"])) for one, two in pairs]
+    return (
+        int(start.resumed_from.split()[-1]),
+        len(pairs),
+        sum(one["data/rows_crc32"] != other["data/rows_crc32"] for one, other in pairs),
+        max(abs(one - other) / one for one, other in losses),
+    )
 
 
 def compare(whole: Path, killed: Path) -> list[tuple[str, int]]:

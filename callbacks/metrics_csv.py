@@ -2,15 +2,24 @@
 
 import csv
 import io
+import time
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.run_folder import replace_text
+
+
+def resume_logs(trainer: Trainer) -> None:
+    """Have the loggers forget what lies past the step that the run goes on from."""
+    for logger in trainer.loggers:
+        if hasattr(logger, "resume_at"):
+            cast(Any, logger).resume_at(trainer.global_step)
 
 
 class MetricsCSV(Logger):
@@ -25,6 +34,7 @@ class MetricsCSV(Logger):
         self.path = root / "metrics.csv"
         self._columns = ["step"]
         self._row: dict[str, Any] = {}
+        self._last: int | None = None  # step of the last row on disk
 
     @property
     def name(self) -> str:
@@ -44,6 +54,7 @@ class MetricsCSV(Logger):
         """Forget the rows past a step: they will be trained again. A torn last line goes too."""
         self._row = {}
         kept = [row for row in self._read() if int(row["step"]) <= step]
+        self._last = int(kept[-1]["step"]) if kept else None
         if kept:
             self._write(kept)
         else:
@@ -79,14 +90,17 @@ class MetricsCSV(Logger):
         if not self._row:
             return
         new = [name for name in self._row if name not in self._columns]
-        if new or not self.path.exists():
+        again = self._row["step"] == self._last
+        if new or again or not self.path.exists():
             rows = self._read()
+            if again:
+                self._row = {k: v for k, v in rows.pop().items() if v != ""} | self._row
             self._columns += new
             self._write([*rows, self._row])
         else:
             with self.path.open("a", encoding="utf-8", newline="") as file:
                 csv.DictWriter(file, self._columns, lineterminator="\n").writerow(self._row)
-        self._row = {}
+        self._last, self._row = self._row["step"], {}
 
     def finalize(self, status: str) -> None:
         self.save()
@@ -108,6 +122,15 @@ class SeamlessTensorBoard(TensorBoardLogger):
     def resume_at(self, step: int) -> None:
         """Have the page drop all rows past a step; to be called before the first figure."""
         self._kwargs["purge_step"] = step + 1
+        # The page reads event files by the time in their names. After a clock was set back the new
+        # one would come first, and the purge would be of nothing.
+        now = int(time.time())
+        files = sorted(Path(self.log_dir).glob("events.out.tfevents.*"))
+        late = [path for path in files if int(path.name.split(".")[3]) >= now]
+        for place, path in enumerate(late):
+            parts = path.name.split(".")
+            parts[3] = f"{now - len(late) + place:010d}"
+            path.rename(path.with_name(".".join(parts)))
 
     @rank_zero_only
     def save(self) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections import Counter
 from typing import IO, Any, cast
 
@@ -20,19 +21,27 @@ MOMENTS = (
     "before retention",
 )
 
+SAVED = "before retention"
+
 _reached: Counter[str] = Counter()
+_saved = threading.Event()
 
 
 def reach(moment: str) -> None:
     """Die by SIGKILL when this is the moment, and the time of reaching it, that was asked for.
 
-    RELIGHT_KILL_AT is `<moment>:<n>`, for the n-th time in this process; only the first process
-    of several dies so, and takes the others with it.
+    RELIGHT_KILL_AT is `<moment>:<n>`, for the n-th time in this process, or `<moment>:<n>:after a
+    save`, counted from there. Only the first process of several dies so, and takes the others
+    with it.
     """
     asked = os.environ.get(VARIABLE)
     if asked is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    name, _, count = asked.partition(":")
+    name, count, *later = asked.split(":")
+    if moment == SAVED:
+        _saved.set()
+    elif later and not _saved.is_set():
+        return
     _reached[moment] += 1
     if name == moment and _reached[moment] == int(count):
         os.kill(os.getpid(), signal.SIGKILL)

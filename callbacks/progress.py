@@ -6,7 +6,7 @@ from typing import Any, Protocol, TextIO, cast, runtime_checkable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from callbacks.metrics_csv import MetricsCSV
+from callbacks.metrics_csv import MetricsCSV, resume_logs
 from callbacks.trainer import at_step_edge
 
 # Figures that tell two runs apart and make no curve: in metrics.csv alone.
@@ -111,9 +111,7 @@ class Progress(Callback):
         self._trains = True
         if trainer.global_step == 0:
             self._say(trainer, f"starting at step 0 in {trainer.default_root_dir}")
-        for logger in trainer.loggers:
-            if hasattr(logger, "resume_at"):
-                cast(Any, logger).resume_at(trainer.global_step)
+        resume_logs(trainer)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

@@ -6,26 +6,27 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, cast
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from callbacks.checkpoint import AtomicCheckpoint
 from callbacks.trainer import announce, at_step_edge, validation_follows
 
-EXIT_CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
 # Stands for the end of `trainer.max_time` among the signals; nobody sends it.
 TIME_IS_UP = signal.SIGALRM
 
 
 class StopSignals(Checkpoint):
-    """Finishes the step, saves, and leaves with 143 (SIGTERM, SIGUSR1) or 130 (Ctrl-C).
+    """Finishes the step, saves, and leaves with the signal's exit code.
 
     A second signal leaves at once. The end of `trainer.max_time` leaves with 0. A `Checkpoint`
     by type, so that it runs after the one that saves.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, exit_codes: dict[signal.Signals, int], now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._exit_codes = exit_codes
         self._now = now
         self._deadline = float("inf")
         self._received = 0
@@ -35,18 +36,32 @@ class StopSignals(Checkpoint):
         self._received = 0
         budget = cast(Any, trainer).max_seconds
         self._deadline = float("inf") if budget is None else self._now() + budget
-        # Here, after Lightning put in its own, which hang several ranks and lose the exit code.
-        self._before = {number: signal.signal(number, self._handle) for number in EXIT_CODES}
+        # From here on there is something to save; before, a signal leaves at once.
+        self._before = {number: signal.signal(number, self._handle) for number in self._exit_codes}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._received:
-            raise SystemExit(EXIT_CODES[signal.Signals(self._received)])
+            raise SystemExit(self._exit_codes[signal.Signals(self._received)])
         self._received = number
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if at_step_edge(trainer, batch_idx) and not validation_follows(trainer, batch_idx):
+            self._leave_if_asked(trainer)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        # A validation may take longer than the grace before a SIGKILL. What is saved here says
+        # that it is still due.
+        if trainer.state.fn == "fit":
             self._leave_if_asked(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -57,9 +72,7 @@ class StopSignals(Checkpoint):
         number = self._received
         if not number and self._now() >= self._deadline:
             number = TIME_IS_UP
-        if trainer.world_size > 1:
-            seen = torch.tensor(number, device=trainer.strategy.root_device)
-            number = int(trainer.strategy.reduce(seen, reduce_op="max"))
+        number = cast(Any, trainer).largest(number)
         if not number:
             return
         for callback in trainer.checkpoint_callbacks:
@@ -77,7 +90,8 @@ class StopSignals(Checkpoint):
             "the same command goes on from here"
         )
         # Another rank's code is for the one that started it, which kills all ranks on any but 0.
-        raise SystemExit(EXIT_CODES.get(signal.Signals(number), 0) if trainer.is_global_zero else 0)
+        code = self._exit_codes.get(signal.Signals(number), 0)
+        raise SystemExit(code if trainer.is_global_zero else 0)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for number, handler in self._before.items():

@@ -267,6 +267,24 @@ class Trainer(LightningTrainer):
             **kwargs,
         )
         self.fast_dev_run = int(fast_dev_run)
+        self._cpu_group: Any = None
+        self._leave_signals_alone()
+
+    def _leave_signals_alone(self) -> None:
+        # Lightning's handlers save inside an accumulation window, and ask all ranks in every
+        # micro-batch, in vain where a child gets the signal. `callbacks/signals.py` does it.
+        self._signal_connector.register_signal_handlers = lambda: None
+        self.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+    def largest(self, number: int) -> int:
+        """Largest of all ranks' numbers; they agree over the CPU, which waits for no GPU."""
+        if self.world_size == 1:
+            return number
+        if self._cpu_group is None:
+            self._cpu_group = torch.distributed.new_group(backend="gloo")
+        told = torch.tensor(number)
+        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, self._cpu_group)
+        return int(told)
 
     def fit(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

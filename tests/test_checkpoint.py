@@ -115,6 +115,9 @@ class Saver:
     def count_files(self, folder: Path) -> None:
         self.most_files = max(self.most_files, len(checkpoints(folder)))
 
+    def largest(self, number: int) -> int:
+        return number
+
     @property
     def kept(self) -> list[int]:
         return [step for step, _ in checkpoints(Path(self.default_root_dir))]
@@ -717,11 +720,17 @@ def test_removing_a_checkpoint_twice_is_no_error(tmp_path):
 def test_position_is_recounted_in_the_micro_batches_of_the_new_accumulation(tmp_path):
     counts = {"ready": 8, "started": 8, "processed": 8, "completed": 7}
     progress = {"total": dict(counts), "current": dict(counts), "is_last_batch": False}
-    loops = {"fit_loop": {"epoch_loop.batch_progress": progress}}
+    validated = {"total": dict(counts), "current": dict(counts), "is_last_batch": True}
+    loops = {
+        "fit_loop": {
+            "epoch_loop.batch_progress": progress,
+            "epoch_loop.val_loop.batch_progress": validated,
+        }
+    }
     old = {"trainer.accumulate_grad_batches": 2}
     trainer: Any = Saver(tmp_path)
     trainer.accumulate_grad_batches = 3
-    checkpoint = {"global_step": 4, "loops": loops, "contract": old}
+    checkpoint = {"global_step": 4, "loops": loops, "contract": old, "validation_due": False}
     AtomicCheckpoint().on_load_checkpoint(trainer, NO_MODULE, checkpoint)
     recounted = {"ready": 12, "started": 12, "processed": 12, "completed": 11}
     assert progress["total"] == progress["current"] == recounted

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from callbacks.checkpoint import AtomicCheckpoint
-from callbacks.signals import EXIT_CODES, StopSignals
+from callbacks.signals import StopSignals
+from cli import EXIT_CODES
 
 ROOT = Path(__file__).parent.parent
 NO_MODULE: Any = None
@@ -83,7 +84,7 @@ def stand_in(**changes: Any) -> Any:
         "max_steps": 20,
         "max_seconds": None,
         "strategy": SimpleNamespace(barrier=lambda: None),
-        "world_size": 1,
+        "largest": lambda number: number,
         "is_global_zero": True,
         "state": SimpleNamespace(fn="fit"),
         "checkpoint_callbacks": [Saver()],
@@ -94,7 +95,7 @@ def stand_in(**changes: Any) -> Any:
 @pytest.fixture
 def signalled():
     """Stop signals of a training that got SIGTERM."""
-    callback: Any = StopSignals()
+    callback: Any = StopSignals(EXIT_CODES)
     callback.on_train_start(stand_in(), None)
     signal.raise_signal(signal.SIGTERM)
     yield callback
@@ -139,7 +140,7 @@ def test_second_signal_leaves_at_once_with_the_code_of_the_first(signalled):
 
 
 def test_run_without_a_signal_goes_on():
-    callback, trainer = StopSignals(), stand_in()
+    callback, trainer = StopSignals(EXIT_CODES), stand_in()
     callback.on_train_batch_end(trainer, NO_MODULE, None, None, 5)
     assert trainer.checkpoint_callbacks[0].steps == []
 
@@ -147,7 +148,7 @@ def test_run_without_a_signal_goes_on():
 @pytest.mark.parametrize("number", EXIT_CODES)
 def test_earlier_handlers_are_put_back_after_the_run(number):
     before = signal.getsignal(number)
-    callback: Any = StopSignals()
+    callback: Any = StopSignals(EXIT_CODES)
     callback.on_train_start(stand_in(), None)
     during = signal.getsignal(number)
     callback.teardown(stand_in(), None, "fit")
@@ -163,7 +164,7 @@ def budgeted():
 
     def after(seconds: float) -> Any:
         clock = iter([0.0, seconds])
-        callback = StopSignals(lambda: next(clock))
+        callback = StopSignals(EXIT_CODES, lambda: next(clock))
         callback.on_train_start(stand_in(max_seconds=10.0), NO_MODULE)
         callback.teardown(stand_in(), NO_MODULE, "fit")
         return callback
