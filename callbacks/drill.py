@@ -124,8 +124,8 @@ def plan_kills(kills: int, draw: random.Random, accumulates: bool, validates: bo
     for kill in range(kills):
         moment = cycle[kill % len(cycle)]
         if moment != "random":
-            # Parts of a file and micro-batches are many. Every other kill lets a save pass first, so
-            # that runs get ahead, and two kills fall between two saves too.
+            # Parts of a file and micro-batches are many. Every other kill lets a save pass first:
+            # runs get ahead, and two kills fall between two saves too.
             most = {"inside accumulation": 9, "while writing": 9}.get(moment, 1)
             moment += f":{draw.randint(1, most)}"
             if (kill + kill // len(cycle)) % 2 and not moment.startswith("start-up"):
