@@ -233,10 +233,12 @@ def drill(argv: list[str]) -> None:
     print(f"drill: {options.kills} kills, seed {options.seed}, in {root}", flush=True)
     arguments = [*run, *shortened(options.steps), "--trainer.log_every_n_steps=1"]
     outcome = fire_drill.drill(arguments, root, plan, draw, say)
-    print(f"\n{'start':>5}  {'resumed from':<14}{'killed':<28}{'last step seen':>14}")
+    print(f"\n{'start':>5}  {'resumed from':<14}{'killed':<36}{'last step seen':>14}")
     for number, start in enumerate(outcome.starts, 1):
-        killed = start.moment if start.code else "ran to its end"
-        print(f"{number:>5}  {start.resumed_from:<14}{killed:<28}{start.last_step:>14}")
+        moment, *when = start.moment.split(":")
+        killed = " ".join([moment, *(f"#{word}" for word in when[:1]), *when[1:]])
+        killed = killed if start.code else "ran to its end"
+        print(f"{number:>5}  {start.resumed_from:<14}{killed:<36}{start.last_step:>14}")
     for where, bits in outcome.found[:5]:
         print(f"differs: {where}: {bits} bits")
     changed = 0
