@@ -1,5 +1,6 @@
 """The README's commands, run in an empty folder as a newcomer would."""
 
+import os
 import re
 import shlex
 import shutil
@@ -10,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from conftest import RunYaml
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -29,7 +31,7 @@ def commands() -> list[str]:
     """Lines of the README's fenced blocks that are commands, without their comments."""
     blocks = re.findall(r"^```\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
-    starts = ("make ", "python", ".venv/bin/", "lightning ", "tensorboard ")
+    starts = ("make ", "python", ".venv/bin/", "lightning ", "tensorboard ", "while ")
     return [line for line in lines if line.startswith(starts)]
 
 
@@ -38,14 +40,20 @@ def trip() -> list[str]:
     return [line for line in commands() if line.startswith(("lightning", "tensorboard"))]
 
 
+def loop() -> str:
+    """The command that starts a run until it is done."""
+    [line] = [line for line in commands() if line.startswith("while ")]
+    return line
+
+
 def test_every_command_is_run_by_ci_or_here():
-    here = {*trip(), ".venv/bin/lightning fit --config configs/small.yaml"}
+    here = {*trip(), loop(), ".venv/bin/lightning fit --config configs/small.yaml"}
     assert set(commands()) - RUN_BY_CI - here == set()
     assert len(trip()) >= 4
 
 
 def test_readme_is_read_in_one_sitting():
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 200
 
 
 @pytest.mark.parametrize("path", re.findall(r"^  (\w+\.py) ", README, flags=re.MULTILINE))
@@ -69,9 +77,27 @@ def test_commands_of_the_small_run_work_in_an_empty_folder(tmp_path: Path):
             assert_serves_a_page([program, *words[1:]], tmp_path)
             continue
         short = shlex.split(SHORT) if words[1] in ("fit", "validate") else []
-        short = ["--steps", "12"] if words[1] == "drill" else short
+        short = ["--steps", "12", "--kills", "2"] if words[1] == "drill" else short
         subprocess.run([program, *words[1:], *short], cwd=tmp_path, check=True, timeout=300)
     assert (tmp_path / "runs" / "small" / "checkpoints" / "step-00000003.ckpt").exists()
+
+
+@pytest.mark.slow
+def test_loop_brings_a_run_that_is_killed_again_and_again_to_its_end(
+    run_yaml: RunYaml, tmp_path: Path
+):
+    config = run_yaml({"trainer.max_steps": 5, "checkpoint.every_n_steps": 1})
+    line = loop().replace("configs/small.yaml", str(config)).replace("sleep 5", "sleep 0")
+    # Each start dies at its second save, before it drops an older one, while one is ahead of it.
+    environment = os.environ | {
+        "RELIGHT_KILL_AT": "before retention:2",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    run = subprocess.run(
+        ["bash", "-c", line], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.stderr.count("resuming from") == 2
+    assert run.stderr.splitlines()[-1] == f"done: 5 steps in {tmp_path / 'run'}"
 
 
 def assert_serves_a_page(command: list[str | Path], folder: Path) -> None:
