@@ -367,6 +367,11 @@ class AtomicCheckpoint(Checkpoint):
             for stale in Path(trainer.default_root_dir, FOLDER).glob(f"*{TEMPORARY}*"):
                 stale.unlink(missing_ok=True)
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A kill after the last write of a run, and before its retention, leaves one file too many.
+        if trainer.is_global_zero and self._saved_step > 0:
+            self._retain(Path(trainer.default_root_dir, FOLDER), self.best.get("step"))
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
