@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+# Of the logits of a new model, over the vocabulary.
+LOGIT_VARIANCE = 0.05
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -292,13 +295,19 @@ class LM(nn.Module):
         """Output matrix: the head's own, or the embedding's when tied."""
         return (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
 
+    @property
+    def expected_first_loss(self) -> float:
+        """Loss in nats a token of new weights, which know no more than how many tokens there are."""
+        return math.log(self.config.vocab_size) + LOGIT_VARIANCE / 2
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw new weights from torch's global generator.
 
         The normed hidden state has length √D, so a head of standard deviation s gives logits of
         variance D·s² and a first loss of ln V + D·s²/2. s = √(0.05/D) keeps that at ln V + 0.025
-        for every width, where a fixed 0.02 would start a wide model far above ln V.
+        for every width (`expected_first_loss`), where a fixed 0.02 would start a wide model far
+        above ln V.
         """
         config = self.config
         end_std = config.init_std / math.sqrt(2 * config.n_layers)
@@ -306,7 +315,7 @@ class LM(nn.Module):
             if parameter.dim() < 2:
                 nn.init.ones_(parameter)
             elif parameter is self.head_weight:
-                nn.init.normal_(parameter, std=math.sqrt(0.05 / config.d_model))
+                nn.init.normal_(parameter, std=math.sqrt(LOGIT_VARIANCE / config.d_model))
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.normal_(parameter, std=end_std)
             else:

@@ -89,6 +89,7 @@ class LMModule(LightningModule):
         self.token_bytes: Tensor | None = None
         self.validation_figures: dict[str, float] = {}
         self.loss_step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = softmax_step
+        self.grad_norm = self.grad_scale = torch.zeros(())
         self._step_figures: dict[str, Tensor | float] = {}
         self._window = self._totals = torch.zeros(0)
         self._divisor = 0
@@ -98,6 +99,11 @@ class LMModule(LightningModule):
     def flops_per_token(self) -> int:
         """FLOPs to learn from one token."""
         return flops_per_token(self.config, self.config.max_seq_len)
+
+    @property
+    def expected_first_loss(self) -> float:
+        """Loss in nats a token before the first update."""
+        return self.net.expected_first_loss
 
     def contract(self) -> dict[str, Any]:
         """Settings that a resumed run is compared by, under their configuration keys."""
@@ -208,6 +214,9 @@ class LMModule(LightningModule):
         # Undo what the backward passes divided by (DDP adds the world size) and divide rightly.
         scale = (self._divisor * self.trainer.world_size / targets.clamp(min=1)).float()
         norm = torch.nn.utils.get_total_norm(gradients) * scale
+        # Of the step just finished: total L2 norm before clipping, and what turns a raw gradient into
+        # that of the token mean.
+        self.grad_norm, self.grad_scale = norm, scale
         factor = scale
         if gradient_clip_val:
             factor = scale * (gradient_clip_val / (norm + 1e-6)).clamp(max=1.0)
