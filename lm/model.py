@@ -297,7 +297,7 @@ class LM(nn.Module):
 
     @property
     def expected_first_loss(self) -> float:
-        """Loss in nats a token of new weights, which know no more than how many tokens there are."""
+        """Loss in nats a token of new weights, which know only how many tokens there are."""
         return math.log(self.config.vocab_size) + LOGIT_VARIANCE / 2
 
     @torch.no_grad()

@@ -214,8 +214,8 @@ class LMModule(LightningModule):
         # Undo what the backward passes divided by (DDP adds the world size) and divide rightly.
         scale = (self._divisor * self.trainer.world_size / targets.clamp(min=1)).float()
         norm = torch.nn.utils.get_total_norm(gradients) * scale
-        # Of the step just finished: total L2 norm before clipping, and what turns a raw gradient into
-        # that of the token mean.
+        # Of this step: the norm before clipping, and what turns a raw gradient into that of the
+        # token mean.
         self.grad_norm, self.grad_scale = norm, scale
         factor = scale
         if gradient_clip_val:

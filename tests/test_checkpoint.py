@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,7 @@ from callbacks.checkpoint import (
     newest_whole,
     random_states,
     read_checkpoint,
+    replace,
     resolve,
     restore_random_states,
     tensor_bytes,
@@ -169,6 +172,43 @@ def test_failed_replacement_leaves_the_old_file_whole_and_no_temporary(tmp_path,
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have so many replacements meet an open file; returns the waits between the tries."""
+    replaced, waits = os.replace, []
+
+    def refuse(times: int) -> list[float]:
+        refusals = iter([PermissionError(errno.EACCES, "in use")] * times)
+
+        def refusing(*paths: Any) -> None:
+            for refusal in refusals:
+                raise refusal
+            replaced(*paths)
+
+        monkeypatch.setattr(os, "replace", refusing)
+        monkeypatch.setattr(time, "sleep", waits.append)
+        return waits
+
+    return refuse
+
+
+@pytest.mark.parametrize(("times", "expected"), [(0, []), (1, [0.1]), (2, [0.1, 0.5])])
+def test_replacement_of_a_file_in_use_is_tried_again(tmp_path, busy, times, expected):
+    waits = busy(times)
+    touch(tmp_path, "new")
+    replace(tmp_path / "new", tmp_path / "old")
+    assert (waits, os.listdir(tmp_path)) == (expected, ["old"])
+
+
+def test_file_that_stays_in_use_stays_whole(tmp_path, busy):
+    path = save(tmp_path, 5)
+    waits = busy(3)
+    with pytest.raises(PermissionError, match="in use"):
+        write_checkpoint(content(6), path)
+    assert (waits, read_checkpoint(path)["global_step"]) == ([0.1, 0.5], 5)
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_unserialisable_content_leaves_the_old_file_whole_and_no_temporary(tmp_path):
     path = tmp_path / "step-5.ckpt"
     write_checkpoint(content(1), path)
@@ -233,6 +273,13 @@ def test_newest_whole_is_step_10_after_step_9(tmp_path):
     write_checkpoint(content(9), tmp_path / "step-9.ckpt")
     write_checkpoint(content(10), tmp_path / "step-10.ckpt")
     assert newest_whole(tmp_path, unexpected) == tmp_path / "step-10.ckpt"
+
+
+def test_newest_is_by_step_whatever_the_times_of_the_files(tmp_path):
+    for step in (2, 4, 6):
+        os.utime(save(tmp_path, step), (1e9 - step, 1e9 - step))
+    assert newest_whole(tmp_path, unexpected).name == "step-00000006.ckpt"
+    assert resolve("last", tmp_path) == tmp_path
 
 
 def test_run_folder_and_its_checkpoint_folder_name_the_same_files(tmp_path):
@@ -420,6 +467,15 @@ def test_file_without_a_state_dict_is_refused(tmp_path, other):
     assert str(refusal.value) == (
         f"{path} is not a checkpoint: it has no state_dict; give one made by fit"
     )
+
+
+def test_checkpoint_of_a_gpu_is_read_on_the_cpu(tmp_path, monkeypatch):
+    # The mark of the device is all that such a file differs in.
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+    path = save(tmp_path, 5)
+    assert b"cuda:0" in path.read_bytes()
+    weight = read_checkpoint(path)["state_dict"]["net.weight"]
+    assert (weight.device.type, torch.equal(weight, WEIGHT)) == ("cpu", True)
 
 
 def test_sound_archive_of_another_kind_is_refused(tmp_path):
@@ -717,23 +773,43 @@ def test_removing_a_checkpoint_twice_is_no_error(tmp_path):
     assert not path.exists()
 
 
-def test_position_is_recounted_in_the_micro_batches_of_the_new_accumulation(tmp_path):
-    counts = {"ready": 8, "started": 8, "processed": 8, "completed": 7}
-    progress = {"total": dict(counts), "current": dict(counts), "is_last_batch": False}
-    validated = {"total": dict(counts), "current": dict(counts), "is_last_batch": True}
-    loops = {
-        "fit_loop": {
-            "epoch_loop.batch_progress": progress,
-            "epoch_loop.val_loop.batch_progress": validated,
-        }
+def counts(ready: int, completed: int) -> dict[str, int]:
+    """Lightning's count of micro-batches, begun and finished."""
+    return {"ready": ready, "started": ready, "processed": completed, "completed": completed}
+
+
+def loaded(trainer: Any, trained: Any, validated: Any, due: bool = False) -> None:
+    """Have a checkpoint of step 4, at two micro-batches a step, changed for a resume."""
+    loops = {"epoch_loop.batch_progress": trained, "epoch_loop.val_loop.batch_progress": validated}
+    checkpoint = {
+        "global_step": 4,
+        "loops": {"fit_loop": loops},
+        "contract": {"trainer.accumulate_grad_batches": 2},
+        "validation_due": due,
     }
-    old = {"trainer.accumulate_grad_batches": 2}
+    AtomicCheckpoint().on_load_checkpoint(trainer, NO_MODULE, checkpoint)
+
+
+def test_position_is_recounted_in_the_micro_batches_of_the_new_accumulation(tmp_path):
     trainer: Any = Saver(tmp_path)
     trainer.accumulate_grad_batches = 3
-    checkpoint = {"global_step": 4, "loops": loops, "contract": old, "validation_due": False}
-    AtomicCheckpoint().on_load_checkpoint(trainer, NO_MODULE, checkpoint)
-    recounted = {"ready": 12, "started": 12, "processed": 12, "completed": 11}
-    assert progress["total"] == progress["current"] == recounted
+    trained = {"total": counts(8, 7), "current": counts(8, 7), "is_last_batch": True}
+    loaded(trainer, trained, {"total": counts(0, 0), "current": counts(0, 0)})
+    recounted = counts(12, 11)
+    assert trained == {"total": recounted, "current": recounted, "is_last_batch": False}
+
+
+@pytest.mark.parametrize(
+    ("due", "total", "current"),
+    [(False, counts(9, 9), counts(3, 3)), (True, counts(7, 6), counts(1, 0))],
+    ids=["made up", "due"],
+)
+def test_validation_is_made_up_only_where_it_is_due(tmp_path, due, total, current):
+    # A validation made up leaves one micro-batch more begun than finished.
+    validated = {"total": counts(10, 9), "current": counts(4, 3), "is_last_batch": True}
+    trained = {"total": counts(8, 8), "current": counts(8, 8), "is_last_batch": False}
+    loaded(Saver(tmp_path), trained, validated, due)
+    assert (validated["total"], validated["current"]) == (total, current)
 
 
 @pytest.mark.parametrize("interval", [3, 100])

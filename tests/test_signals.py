@@ -1,5 +1,6 @@
 """Stop signals: the step is finished and saved, and the exit code is the shell's."""
 
+import itertools
 import re
 import signal
 import subprocess
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from callbacks.checkpoint import AtomicCheckpoint
+from callbacks.checkpoint import AtomicCheckpoint, newest_whole, read_checkpoint
+from callbacks.drill import compare, rows
 from callbacks.signals import StopSignals
 from cli import EXIT_CODES
+from lm.module import LMModule
 
 ROOT = Path(__file__).parent.parent
 NO_MODULE: Any = None
@@ -55,6 +58,50 @@ def test_signalled_run_saves_leaves_with_its_code_and_resumes(
     assert code == 0, err
     assert f"resuming from {saved} at step {step}\n" in err
     assert f"done: {step + 2} steps" in err
+
+
+# Inside a validation
+
+
+def signal_in_validation(monkeypatch: pytest.MonkeyPatch, *calls: int) -> None:
+    """Send SIGTERM in these micro-batches of validations, counted over all starts from 1."""
+    count, step = itertools.count(1), LMModule.validation_step
+
+    def signalled_step(module: LMModule, *batch: Any) -> None:
+        if next(count) in calls:
+            signal.raise_signal(signal.SIGTERM)
+        step(module, *batch)
+
+    monkeypatch.setattr(LMModule, "validation_step", signalled_step)
+
+
+@pytest.mark.parametrize(("calls", "step"), [((2, 4), 3), ((5, 7), 6), ((6,), 6)])
+def test_validation_cut_short_is_made_up_and_the_run_ends_with_the_same_bits(
+    calls, step, run_yaml, lightning, monkeypatch, tmp_path
+):
+    # Micro-batches 1 to 3 belong to the validation at step 3, 4 to 6 to the run's last one.
+    config = run_yaml({"trainer.limit_val_batches": 3})
+    lightning("fit", "--config", config, "--trainer.default_root_dir", tmp_path / "whole")
+    signal_in_validation(monkeypatch, *calls)
+    for _ in calls:
+        assert lightning("fit", "--config", config)[0] == 143
+        saved = read_checkpoint(newest_whole(tmp_path / "run", print))
+        assert (saved["global_step"], saved["validation_due"]) == (step, True)
+    assert lightning("fit", "--config", config)[0] == 0
+    assert compare(tmp_path / "whole", tmp_path / "run") == []
+    assert [row["step"] for row in rows(tmp_path / "run") if row["val/loss"]] == ["3", "6"]
+
+
+def test_validation_once_made_up_is_not_made_again(run_yaml, lightning, monkeypatch, tmp_path):
+    config = run_yaml({"checkpoint.every_n_steps": 3, "trainer.accumulate_grad_batches": 2})
+    lightning("fit", "--config", config, "--trainer.default_root_dir", tmp_path / "whole")
+    signal_in_validation(monkeypatch, 1)
+    assert [lightning("fit", "--config", config)[0] for _ in range(2)] == [143, 0]
+    # As a kill leaves it before the next save.
+    (tmp_path / "run" / "checkpoints" / "step-00000006.ckpt").unlink()
+    _, _, err = lightning("fit", "--config", config)
+    validated = [line.split(" · ")[0] for line in err.splitlines() if "perplexity" in line]
+    assert (validated, compare(tmp_path / "whole", tmp_path / "run")) == (["step 6"], [])
 
 
 # Where a run may stop
@@ -127,8 +174,16 @@ def test_validation_that_is_due_comes_before_the_stop(signalled):
     assert (stop.value.code, trainer.checkpoint_callbacks[0].steps) == (143, [4])
 
 
-def test_validation_outside_a_fit_is_not_stopped_at_its_end(signalled):
+def test_run_stops_inside_a_validation_too(signalled):
+    trainer = stand_in(global_step=4)
+    with pytest.raises(SystemExit) as stop:
+        signalled.on_validation_batch_end(trainer, None, None, None, 0)
+    assert (stop.value.code, trainer.checkpoint_callbacks[0].steps) == (143, [4])
+
+
+def test_validation_outside_a_fit_is_not_stopped(signalled):
     trainer = stand_in(state=SimpleNamespace(fn="validate"))
+    signalled.on_validation_batch_end(trainer, None, None, None, 0)
     signalled.on_validation_end(trainer, None)
     assert trainer.checkpoint_callbacks[0].steps == []
 
