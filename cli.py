@@ -92,9 +92,13 @@ def report(error: Exception) -> int:
     of_run = isinstance(error, OSError) or (isinstance(error, RuntimeError) and raised_here(error))
     # Lightning's word for a mistake in the Trainer's arguments; looked up without an import.
     by_user = by_user or type(error).__name__ == "MisconfigurationException"
-    if os.environ.get("RELIGHT_TRACEBACK") == "1" or not (by_user or of_run):
+    # What a callback knows to do about an error of PyTorch's, whose own text runs to pages.
+    notes = getattr(error, "__notes__", [])
+    if os.environ.get("RELIGHT_TRACEBACK") == "1" or not (by_user or of_run or notes):
         traceback.print_exception(error)
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    text = str(error).strip() or type(error).__name__
+    text = text.splitlines()[0] if notes else " ".join(text.split())
+    print("\n".join([f"error: {text}", *notes]), file=sys.stderr)
     return 2 if by_user else 1
 
 
@@ -128,63 +132,176 @@ def validate(argv: list[str]) -> None:
 
 
 def prepare(argv: list[str]) -> None:
-    """Make the token files that a run's configuration names."""
-    from data.prepare import prepare_corpus
+    """Turn raw text into token files: given by --input, or the corpus of a run's configuration."""
+    if any(word.partition("=")[0] == "--input" for word in argv):
+        return prepare_input(argv)
+    if {"-h", "--help"} & {*argv}:
+        print(input_parser().format_help(), "", sep="\n")
+
+    from data.prepare import prepare_corpus, summary
 
     data = run_cli("prepare", argv).datamodule
     if data.corpus is None:
         raise ValueError(
             f"data.corpus is not set, so there is nothing to make data.path {data.path} of; bring "
-            "a folder with its four files, or set data.corpus to python or stdlib"
+            "a folder with its files, set data.corpus to python or stdlib, or name your text by "
+            "lightning prepare --input FILES --output DIR"
         )
-    meta = prepare_corpus(data.corpus, data.path, data.vocab_size)
-    for split in ("train", "val"):
-        print(
-            f"{data.path / split}.bin: {meta[split]['tokens']:,} tokens in "
-            f"{meta[split]['documents']:,} documents, {meta[split]['bytes']:,} bytes of text "
-            f"({meta[split]['empty']} empty, {meta[split]['undecodable']} undecodable left out)"
-        )
+    print_summary(summary(prepare_corpus(data.corpus, data.path, data.vocab_size), data.path))
+
+
+def input_parser() -> argparse.ArgumentParser:
+    """Options of `prepare --input`."""
+    parser = LineParser(
+        prog="lightning prepare",
+        usage="lightning prepare --input FILE ... --output DIR [--tokenizer NAME] [--OPTION VALUE]"
+        "\n       lightning prepare --config FILE [--KEY VALUE ...]",
+        description="Turn text into token files. A killed call goes on when it is given again.",
+        epilog="With --config, the corpus named by data.corpus is prepared at data.path.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    kinds = ".jsonl, .json (an object a line), .txt, also .gz or .zst; .parquet; hf:NAME[:SPLIT]"
+    words = f"files, folders or globs: {kinds}"
+    add("--input", required=True, nargs="+", metavar="FILE", help=words)
+    add("--output", required=True, metavar="DIR", help="folder to make, for data.path")
+    words = "tokenizer.json, its folder, byte, or tiktoken:NAME; unset: one is trained"
+    add("--tokenizer", metavar="NAME", help=words)
+    add("--vocab_size", type=int, metavar="N", help="ids of the byte-level BPE to train")
+    add("--field", default="text", help="key of the text in a row, dots lead into objects (text)")
+    words = "documents of .txt: file (default), blank_line, or what stands between two of them"
+    add("--split_documents", default="file", metavar="RULE", help=words)
+    words = "share of documents to validate on, chosen by their text (0.01)"
+    add("--val_fraction", type=float, default=0.01, metavar="X", help=words)
+    words = "files to validate on instead"
+    add("--val_input", default=[], nargs="+", metavar="FILE", help=words)
+    words = "at a row that is no text: stop (default), or skip and count"
+    add("--on_bad_row", default="stop", choices=("stop", "skip"), help=words)
+    words = "what is not UTF-8: strict, a bad row (default), or replace by U+FFFD"
+    add("--encoding_errors", default="strict", choices=("strict", "replace"), help=words)
+    words = "of the token files (auto: the narrowest that fits)"
+    add("--dtype", default="auto", choices=("auto", "uint16", "uint32"), help=words)
+    add("--bos", action="store_true", help="store a bos before each document, not only its eos")
+    add("--eos", metavar="TOKEN", help="name of the token that ends a document")
+    add("--pad", metavar="TOKEN", help="name of the token that pads rows")
+    add("--shard_tokens", type=int, metavar="N", help="tokens of a file; unset: one file a split")
+    add("--workers", type=int, metavar="N", help="threads that encode (all cores)")
+    return parser
+
+
+def prepare_input(argv: list[str]) -> None:
+    """Turn the files that a command line names into token files."""
+    options = vars(input_parser().parse_args(argv))
+    inputs, output, workers = (options.pop(name) for name in ("input", "output", "workers"))
+
+    from data.prepare import Settings, prepare_files, summary
+    from data.texts import ReadOptions
+
+    read = {name: options.pop(name) for name in ("field", "split_documents", "encoding_errors")}
+    settings = Settings(read=ReadOptions(**read), **options)
+    meta = prepare_files(inputs, Path(output), settings, workers=workers)
+    print_summary(summary(meta, Path(output)))
+
+
+def print_summary(lines: list[str]) -> None:
+    """Print lines, warnings among them to stderr."""
+    for line in lines:
+        print(line, file=sys.stderr if line.startswith("warning") else sys.stdout)
 
 
 def plan(argv: list[str]) -> None:
     """Show everything that can be known of a run without training."""
-    as_json = "--json" in argv
-    cli = run_cli("plan", [word for word in argv if word != "--json"])
+    parser = LineParser(prog="lightning plan", description=plan.__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--json", action="store_true", help="print all figures as JSON, for scripts")
+    add("--hours", type=float, nargs="+", help="durations to look at; unset: 8 to 67 hours")
+    parser.epilog = "All other options are those of lightning fit, --config first of all."
+    options, run = parser.parse_known_args(argv)
+    for hours in options.hours or ():
+        if not 0 < hours < float("inf"):
+            raise ValueError(f"--hours is {hours:g}: must be a number above 0")
+    cli = run_cli("plan", run)
 
     import json
 
+    from lm.plan import HOURS, ledger, table
+
+    found = ledger(run_plan(cli, tuple(options.hours or HOURS)))
+    print(json.dumps(found, indent=1) if options.json else table(found))
+
+
+def run_plan(cli: Any, hours: tuple[float, ...]) -> Any:
+    """The numbers of a parsed run that its plan is made of."""
     import torch
 
+    from callbacks.checkpoint import checkpoints
     from callbacks.peak_flops import peak_flops
-    from data.prepare import load_meta, missing_files
-    from lm.plan import RunPlan, ledger, table
+    from callbacks.trainer import choose_precision, device_type, keep_promises
+    from lm.plan import RunPlan
 
-    trainer, data, checkpoint = cli.config.trainer, cli.datamodule, cli.config.checkpoint
+    trainer, checkpoint, throughput = (
+        cli._get(cli.config, section) for section in ("trainer", "checkpoint", "throughput")
+    )
+    data = cli.datamodule
+    keep_promises(vars(trainer))
     root = Path(trainer.default_root_dir)
     there = next(folder for folder in (root, *root.resolve().parents) if folder.exists())
-    meta = None if missing_files(data.path) else load_meta(data.path)
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    given = cli.config.throughput.peak_tflops
-    found = ledger(
-        RunPlan(
-            config=cli.model.config,
-            optim=cli.model.optim_config,
-            micro_batch_size=data.micro_batch_size,
-            accumulate=trainer.accumulate_grad_batches,
-            devices=count_devices(trainer) * trainer.num_nodes,
-            max_steps=None if trainer.max_steps == -1 else trainer.max_steps,
-            total_tokens=data.total_tokens,
-            epochs=data.epochs,
-            data_tokens=meta["train"]["tokens"] if meta else None,
-            val_tokens=meta["val"]["tokens"] if meta else None,
-            tokenizer_size=meta["vocab_size"] if meta else None,
-            save_every=checkpoint.every_n_steps,
-            kept_files=checkpoint.keep_last + 1,  # and the best
-            free_bytes=shutil.disk_usage(there).free,
-            peak_flops=given * 1e12 if given else peak_flops(name, "bf16-mixed"),
+    # The GPUs of the run need not be here either.
+    device = device_type(trainer.accelerator)
+    device = "cuda" if (trainer.accelerator, device) == ("gpu", "cpu") else device
+    precision = choose_precision(str(trainer.precision), device)
+    here = device == "cuda" and torch.cuda.is_available()
+    known = peak_flops(torch.cuda.get_device_name(), precision) if here else None
+    return RunPlan(
+        config=cli.model.config,
+        optim=cli.model.optim_config,
+        precision=precision,
+        micro_batch_size=data.micro_batch_size,
+        accumulate=trainer.accumulate_grad_batches,
+        devices=count_devices(trainer) * trainer.num_nodes,
+        max_steps=None if trainer.max_steps == -1 else trainer.max_steps,
+        total_tokens=data.total_tokens,
+        epochs=data.epochs,
+        **data.known_sizes(),
+        save_every=checkpoint.every_n_steps,
+        save_minutes=checkpoint.every_minutes,
+        kept_files=checkpoint.keep_last + 1,  # and the best
+        keep_every=checkpoint.keep_every,
+        free_bytes=shutil.disk_usage(there).free,
+        held_bytes=sum(path.stat().st_size for _, path in checkpoints(root)),
+        peak_flops=throughput.peak_tflops * 1e12 if throughput.peak_tflops else known,
+        hours=hours,
+    )
+
+
+def peek(argv: list[str]) -> None:
+    """Show samples as the model gets them: text, targets, padding, and where they come from."""
+    parser = LineParser(prog="lightning peek", description=peek.__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--count", type=int, default=3, help="how many samples (3)")
+    add("--step", type=int, default=1, help="optimizer step whose first samples are shown (1)")
+    parser.epilog = "All other options are those of lightning fit, --config first of all."
+    options, run = parser.parse_known_args(argv)
+    if options.count < 1:
+        raise ValueError(f"--count is {options.count}: must be at least 1")
+    if options.step < 1:
+        raise ValueError(f"--step is {options.step}: steps are counted from 1")
+
+    from data.peek import MARKS
+    from data.peek import peek as look
+
+    cli = run_cli("peek", run)
+    trainer, data = cli.config.trainer, cli.datamodule
+    data.prepare_data()
+    a_step = data.micro_batch_size * trainer.accumulate_grad_batches * count_devices(trainer)
+    samples = data.training_samples()
+    print(
+        "\n".join(
+            [*samples.start_lines, f"nothing is learned from what stands in {'…'.join(MARKS)}"]
         )
     )
-    print(json.dumps(found, indent=1) if as_json else table(found))
+    for head, text in look(samples, data.tokenizer, (options.step - 1) * a_step, options.count):
+        print(f"\n{head}\n{text}")
 
 
 def count_devices(trainer: Any) -> int:
@@ -324,11 +441,16 @@ def cli_class(command: str, runs: bool) -> type:
     from callbacks.checkpoint import AtomicCheckpoint, resolve
     from callbacks.config import RunParser
     from callbacks.ddp import check_port
-    from callbacks.metrics_csv import MetricsCSV, SeamlessTensorBoard
+    from callbacks.grad_norm import GradNorm
+    from callbacks.health import Health
+    from callbacks.metrics_csv import MetricsCSV
     from callbacks.moments import reach
     from callbacks.run_folder import lock
+    from callbacks.samples import Samples
+    from callbacks.tensorboard import SeamlessTensorBoard
     from callbacks.throughput import Throughput
     from callbacks.trainer import is_dry_run
+    from lm.plan import HOURS, ledger, table
 
     class LMCLI(LightningCLI):
         @staticmethod
@@ -345,6 +467,9 @@ def cli_class(command: str, runs: bool) -> type:
             parser.add_lightning_class_args(AtomicCheckpoint, "checkpoint")
             parser.add_class_arguments(Throughput, "throughput", skip={"now"})
             parser.callback_keys.append("throughput")
+            parser.add_lightning_class_args(GradNorm, "grad_norm")
+            parser.add_lightning_class_args(Health, "health")
+            parser.add_lightning_class_args(Samples, "samples")
             for target, source in LINKS.items():
                 # As a plain int: a checkpoint holds the seed, and no type of a library.
                 parser.link_arguments(source, target, compute_fn=int)
@@ -369,7 +494,8 @@ def cli_class(command: str, runs: bool) -> type:
             given = self._get(self.config_init, "trainer")
             if given["logger"] is None:
                 root = Path(given["default_root_dir"])
-                kwargs["logger"] = [SeamlessTensorBoard(root), MetricsCSV(root)]
+                page = SeamlessTensorBoard(root, lambda: table(ledger(run_plan(self, HOURS))))
+                kwargs["logger"] = [page, MetricsCSV(root)]
             return super().instantiate_trainer(**kwargs) if runs else None
 
         def fit(self, model: Any, ckpt_path: str | None = None, **kwargs: Any) -> None:
@@ -513,11 +639,15 @@ def load_trained(ckpt_path: str, device: str, tokenizer_path: str | None) -> tup
     if missing := {"contract", "model_config"} - checkpoint.keys():
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: it was not made by fit")
     found = Path(tokenizer_path or path.parent.parent / "tokenizer.json")
+    trained = checkpoint["contract"]["tokenizer fingerprint"]
+    if trained is None and tokenizer_path is None:
+        raise ValueError(
+            f"{path} was trained on token files without a tokenizer; name theirs by --tokenizer"
+        )
     if not found.is_file():
         raise ValueError(f"{found} does not exist; name the tokenizer.json by --tokenizer")
     tokenizer = TextTokenizer.load(found)
-    trained = checkpoint["contract"]["tokenizer fingerprint"]
-    if tokenizer.fingerprint != trained:
+    if trained is not None and tokenizer.fingerprint != trained:
         raise ValueError(
             f"{found} has fingerprint {tokenizer.fingerprint[:12]}, but {path} was trained with "
             f"{trained[:12]}; give that one by --tokenizer"
@@ -533,6 +663,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "validate": validate,
     "prepare": prepare,
     "plan": plan,
+    "peek": peek,
     "sample": sample,
     "verify": verify,
     "drill": drill,

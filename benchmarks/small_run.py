@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from callbacks.checkpoint import newest_whole, read_checkpoint
-from data.memmap import Windows, open_token_file
+from data.memmap import TokenStream, open_token_file
 from data.tokenizer import TextTokenizer
+from data.windows import Windows
 from lm.generate import generate
 from lm.loss import cross_entropy_sum, shift
 from lm.model import LM, ModelConfig
@@ -50,10 +51,10 @@ def validation(model: LM, corpus: Path, seq_len: int) -> tuple[float, float]:
     meta = json.loads((corpus / "meta.json").read_text(encoding="utf-8"))
     file = open_token_file(corpus / "val.bin", meta["dtype"])
     lengths = torch.tensor(meta["token_bytes"])
-    windows = Windows(file, seq_len, order="fixed")
+    windows = Windows(TokenStream([file]), seq_len, order="fixed")
     total = torch.zeros(3, dtype=torch.float64)
-    for first in range(0, windows.n_windows, 8):
-        batch = windows.__getitems__(range(first, min(first + 8, windows.n_windows)))
+    for first in range(0, windows.epoch_size, 8):
+        batch = windows.__getitems__(range(first, min(first + 8, windows.epoch_size)))
         ids, targets = shift(batch["input_ids"], batch["labels"])
         loss = cross_entropy_sum(model.model(ids), model.head_weight, targets)
         total += torch.tensor([loss, targets.numel(), lengths[targets].sum()])

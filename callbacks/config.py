@@ -11,7 +11,10 @@ import yaml
 from jsonargparse._loaders_dumpers import get_yaml_default_loader, yaml_load
 from lightning.pytorch.cli import LightningArgumentParser
 
-SECTIONS = ("model", "data", "checkpoint", "throughput", "trainer")
+SECTIONS = (
+    *("model", "data", "trainer"),
+    *("checkpoint", "throughput", "grad_norm", "health", "samples"),
+)
 
 
 class RunParser(LightningArgumentParser):

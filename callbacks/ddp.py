@@ -40,7 +40,8 @@ def check_port() -> None:
         ValueError: the port is in use, or no port at all.
     """
     asked = os.environ.get("MASTER_PORT")
-    if asked is None or "LOCAL_RANK" in os.environ:  # else who started us has taken it already
+    # Who started several processes has taken it already, or the first of them has.
+    if asked is None or "LOCAL_RANK" in os.environ or os.environ.get("SLURM_PROCID", "0") != "0":
         return
     try:
         with socket.socket() as listener:

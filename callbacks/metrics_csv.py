@@ -2,17 +2,17 @@
 
 import csv
 import io
-import time
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any, cast
 
-from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.run_folder import replace_text
+from callbacks.trainer import announce
 
 
 def resume_logs(trainer: Trainer) -> None:
@@ -35,6 +35,7 @@ class MetricsCSV(Logger):
         self._columns = ["step"]
         self._row: dict[str, Any] = {}
         self._last: int | None = None  # step of the last row on disk
+        self._waiting: list[dict[str, Any]] = []  # rows that could not be written yet
 
     @property
     def name(self) -> str:
@@ -52,11 +53,11 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def resume_at(self, step: int) -> None:
         """Forget the rows past a step: they will be trained again. A torn last line goes too."""
-        self._row = {}
+        self._row, self._waiting = {}, []
         kept = [row for row in self._read() if int(row["step"]) <= step]
         self._last = int(kept[-1]["step"]) if kept else None
         if kept:
-            self._write(kept)
+            self._write(kept, self._columns)
         else:
             self._columns = ["step"]
             self.path.unlink(missing_ok=True)
@@ -71,12 +72,13 @@ class MetricsCSV(Logger):
         self._columns = list(reader.fieldnames or ["step"])
         return rows
 
-    def _write(self, rows: list[dict[str, Any]]) -> None:
+    def _write(self, rows: list[dict[str, Any]], columns: list[str]) -> None:
         text = io.StringIO()
-        writer = csv.DictWriter(text, self._columns, lineterminator="\n")
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         replace_text(self.path, text.getvalue())
+        self._columns = columns
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -87,53 +89,33 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def save(self) -> None:
         """Put the row of the current step on disk."""
-        if not self._row:
-            return
-        new = [name for name in self._row if name not in self._columns]
-        again = self._row["step"] == self._last
+        if self._row:
+            self._waiting.append(self._row)
+            self._row = {}
+        try:
+            while self._waiting:
+                self._put(self._waiting[0])
+                self._last = self._waiting.pop(0)["step"]
+        except OSError as error:
+            # A full disk must not end a run: what follows may find room again.
+            announce(f"warning: {len(self._waiting)} rows not written to {self.path} yet: {error}")
+
+    def _put(self, row: dict[str, Any]) -> None:
+        new = [name for name in row if name not in self._columns]
+        again = row["step"] == self._last
         if new or again or not self.path.exists():
             rows = self._read()
             if again:
-                self._row = {k: v for k, v in rows.pop().items() if v != ""} | self._row
-            self._columns += new
-            self._write([*rows, self._row])
-        else:
+                row = {k: v for k, v in rows.pop().items() if v != ""} | row
+            self._write([*rows, row], [*self._columns, *new])
+            return
+        size = self.path.stat().st_size
+        try:
             with self.path.open("a", encoding="utf-8", newline="") as file:
-                csv.DictWriter(file, self._columns, lineterminator="\n").writerow(self._row)
-        self._last, self._row = self._row["step"], {}
+                csv.DictWriter(file, self._columns, lineterminator="\n").writerow(row)
+        except OSError:
+            os.truncate(self.path, size)  # of half a row
+            raise
 
     def finalize(self, status: str) -> None:
         self.save()
-
-
-class SeamlessTensorBoard(TensorBoardLogger):
-    """One event stream for the whole life of a run, without the rows that a kill left behind."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root, name="", version="tensorboard")
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        # Lightning asks at set-up, before the position is known, and the answer must purge.
-        return super().experiment if "purge_step" in self._kwargs else None
-
-    @rank_zero_only
-    def resume_at(self, step: int) -> None:
-        """Have the page drop all rows past a step; to be called before the first figure."""
-        self._kwargs["purge_step"] = step + 1
-        # The page reads event files by the time in their names. After a clock was set back the new
-        # one would come first, and the purge would be of nothing.
-        now = int(time.time())
-        files = sorted(Path(self.log_dir).glob("events.out.tfevents.*"))
-        late = [path for path in files if int(path.name.split(".")[3]) >= now]
-        for place, path in enumerate(late):
-            parts = path.name.split(".")
-            parts[3] = f"{now - len(late) + place:010d}"
-            path.rename(path.with_name(".".join(parts)))
-
-    @rank_zero_only
-    def save(self) -> None:
-        """Put what was logged on disk: rows not flushed die with a kill."""
-        if self._experiment is not None:
-            self._experiment.flush()

@@ -7,7 +7,8 @@ from typing import Any, Protocol, TextIO, cast, runtime_checkable
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from callbacks.metrics_csv import MetricsCSV, resume_logs
-from callbacks.trainer import at_step_edge
+from callbacks.run_folder import contract
+from callbacks.trainer import at_step_edge, is_logged, line_enders
 
 # Figures that tell two runs apart and make no curve: in metrics.csv alone.
 TRACES = ("data/rows_crc32",)
@@ -19,6 +20,15 @@ class StepFigures(Protocol):
 
     def step_figures(self, trainer: Trainer) -> dict[str, float]:
         """Figures by metric name."""
+        ...
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """A callback that looks at the figures of each logged step and of each validation."""
+
+    def watch(self, trainer: Trainer, figures: dict[str, float]) -> None:
+        """See figures by metric name."""
         ...
 
 
@@ -66,7 +76,10 @@ def validation_line(figures: dict[str, float]) -> str:
         "val/bits_per_byte": "{:.4f} bits per byte",
         "train/eval_loss": "training data in evaluation mode {:.4f}",
     }
-    return " · ".join(text.format(figures[name]) for name, text in texts.items() if name in figures)
+    parts = [text.format(figures[name]) for name, text in texts.items() if name in figures]
+    sources = {name: loss for name, loss in figures.items() if name.startswith("val/loss/")}
+    parts += [f"{name.removeprefix('val/loss/')} {loss:.4f}" for name, loss in sources.items()]
+    return " · ".join(parts)
 
 
 def start_lines(trainer: Trainer, compiled: bool) -> list[str]:
@@ -104,14 +117,17 @@ class Progress(Callback):
         self._loaded_step = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        line_enders[:] = [self._close_line]
         for line in start_lines(trainer, bool(getattr(pl_module, "compiled", False))):
             self._say(trainer, line)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trains = True
+        resume_logs(trainer)
         if trainer.global_step == 0:
             self._say(trainer, f"starting at step 0 in {trainer.default_root_dir}")
-        resume_logs(trainer)
+            for logger in trainer.loggers:
+                logger.log_hyperparams(contract(trainer))
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -121,10 +137,8 @@ class Progress(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step, every = trainer.global_step, cast(Any, trainer).log_every_n_steps
-        if not at_step_edge(trainer, batch_idx):
-            return
-        if step % every and step not in (1, trainer.max_steps):
+        step = trainer.global_step
+        if not (at_step_edge(trainer, batch_idx) and is_logged(trainer, step)):
             return
         # The module first: reading its figures waits for the device, so that times are true.
         figures = cast(LearningModule, pl_module).step_figures()
@@ -135,6 +149,7 @@ class Progress(Callback):
         self._log(trainer, figures)
         line = console_line(step, trainer.max_steps, figures | self._validation)
         self._say(trainer, line, passing=step != trainer.max_steps)
+        self._show_watchers(trainer, figures)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         figures = cast(LearningModule, pl_module).validation_figures
@@ -143,6 +158,7 @@ class Progress(Callback):
         # Outside a fit the Trainer does not know the step of what it evaluates.
         step = trainer.global_step if trainer.state.fn == "fit" else self._loaded_step
         self._say(trainer, f"step {step} · {validation_line(figures)}")
+        self._show_watchers(trainer, figures)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning would ask an exhausted loader again and again, for ever and without a word.
@@ -178,6 +194,12 @@ class Progress(Callback):
             for logger in trainer.loggers:
                 given = figures if isinstance(logger, MetricsCSV) else curves
                 logger.log_metrics(given, step=trainer.global_step)
+
+    def _show_watchers(self, trainer: Trainer, figures: dict[str, float]) -> None:
+        if trainer.state.fn == "fit":
+            for callback in cast(Any, trainer).callbacks:
+                if isinstance(callback, Watcher):
+                    callback.watch(trainer, figures)
 
     def _say(self, trainer: Trainer, line: str, passing: bool = False) -> None:
         if not trainer.is_global_zero:

@@ -143,8 +143,8 @@ class RunRecord(Callback):
         }
         replace_text(path, json.dumps(record, indent=1) + "\n")
         # So that the folder alone is enough to sample from.
-        text = cast(Any, trainer).datamodule.tokenizer_path.read_text(encoding="utf-8")
-        replace_text(path.with_name("tokenizer.json"), text)
+        if (tokenizer := cast(Any, trainer).datamodule.tokenizer_path) is not None:
+            replace_text(path.with_name("tokenizer.json"), tokenizer.read_text(encoding="utf-8"))
 
 
 def contract(trainer: Trainer) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,8 +13,23 @@ from callbacks.peak_flops import measured_peak_flops, peak_flops
 from callbacks.trainer import announce, at_step_edge
 
 
+class Learner(Protocol):
+    """What the figures ask of the module."""
+
+    flops_per_token: int
+    targets_seen: torch.Tensor
+    """Real targets since the start, over all devices."""
+
+
+class Source(Protocol):
+    """What the figures ask of the datamodule."""
+
+    tokens_per_step: int
+    seconds_waited: float
+
+
 class Throughput(Callback):
-    """Tokens a second over training time alone, MFU, time left, and peak memory.
+    """Tokens a second over training time alone, MFU, data wait, time left, and peak memory.
 
     The first step after a start is left out (it compiles), and so are validation and saving.
     """
@@ -39,6 +54,8 @@ class Throughput(Callback):
         self._mark: float | None = None
         self._first_step: tuple[int, float] | None = None
         self._steps, self._seconds = 0, 0.0
+        self._waited, self._waited_before = 0.0, 0.0
+        self._counted: tuple[int, float] = (0, 0.0)
         self._warned = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -59,36 +76,39 @@ class Throughput(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mark = self._first_step = None
-        self._steps, self._seconds = 0, 0.0
+        self._steps, self._seconds, self._waited = 0, 0.0, 0.0
+        self._counted = (trainer.global_step, 0.0)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._first_step is not None and self._mark is None:
             self._mark = self._now()
+            self._waited_before = cast(Any, trainer).datamodule.seconds_waited
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not at_step_edge(trainer, batch_idx):
             return
-        now = self._now()
+        now, waited = self._now(), cast(Any, trainer).datamodule.seconds_waited
         if self._first_step is None:
             self._first_step = (trainer.global_step, now)
         if self._mark is not None:
             self._steps += 1
             self._seconds += now - self._mark
-        self._mark = now
+            self._waited += waited - self._waited_before
+        self._mark, self._waited_before = now, waited
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._pause(trainer)
+        self.pause(trainer)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        self._pause(trainer)
+        self.pause(trainer)
 
-    def _pause(self, trainer: Trainer) -> None:
+    def pause(self, trainer: Trainer) -> None:
         """Stop the clock until the next micro-batch, with the device's queue run dry."""
         if self._mark is not None:
             if trainer.strategy.root_device.type == "cuda":
@@ -98,12 +118,20 @@ class Throughput(Callback):
 
     def step_figures(self, trainer: Trainer) -> dict[str, float]:
         """Figures since the last call, for the steps between two logs."""
-        figures = {"memory/peak_gib": peak_memory(trainer.strategy.root_device) / 2**30}
+        figures = memory(trainer.strategy.root_device)
+        module = cast(Learner, trainer.lightning_module)
+        source = cast(Source, cast(Any, trainer).datamodule)
+        targets = float(module.targets_seen)
+        positions = (trainer.global_step - self._counted[0]) * source.tokens_per_step
+        real = (targets - self._counted[1]) / max(positions, 1)
+        self._counted = (trainer.global_step, targets)
         if self._steps and self._first_step is not None:
-            tokens = cast(Any, trainer).datamodule.tokens_per_step
-            rate = self._steps * tokens / self._seconds
+            rate = self._steps * source.tokens_per_step / self._seconds
             figures["throughput/tokens_per_sec"] = rate
-            flops = rate * cast(Any, trainer.lightning_module).flops_per_token
+            if real < 1:
+                figures["throughput/targets_per_sec"] = rate * real
+            figures["throughput/data_wait"] = self._waited / self._seconds
+            flops = rate * module.flops_per_token
             figures["throughput/tflops_per_sec"] = flops / 1e12
             if self.peak is not None:
                 figures["throughput/mfu"] = mfu(flops, self.peak, trainer.world_size)
@@ -112,7 +140,7 @@ class Throughput(Callback):
             # Validation and saving count here: they will come again.
             a_step = (self._now() - start) / (trainer.global_step - step)
             figures["time/eta_s"] = a_step * (trainer.max_steps - trainer.global_step)
-        self._steps, self._seconds = 0, 0.0
+        self._steps, self._seconds, self._waited = 0, 0.0, 0.0
         return figures
 
     def _warn_once(self, share: float) -> None:
@@ -132,9 +160,12 @@ def mfu(flops_per_second: float, peak: float, devices: int) -> float:
     return flops_per_second / (peak * devices)
 
 
-def peak_memory(device: torch.device) -> int:
-    """Most bytes ever held: allocated on a GPU, else resident in this process."""
+def memory(device: torch.device) -> dict[str, float]:
+    """Most GiB ever held: allocated and reserved on a GPU, else resident in this process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return {
+            "memory/peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+            "memory/reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+        }
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return {"memory/peak_gib": peak / 2 ** (30 if sys.platform == "darwin" else 20)}

@@ -61,15 +61,27 @@ def choose_precision(asked: str, device: str) -> str:
     return asked
 
 
+# What ends a line that stands open on the terminal, before another one is announced.
+line_enders: list[Callable[[], None]] = []
+
+
 @rank_zero_only
 def announce(line: str) -> None:
     """Say something that the user should see once, on stderr."""
+    for end_line in line_enders:
+        end_line()
     print(line, file=sys.stderr, flush=True)
 
 
 def at_step_edge(trainer: LightningTrainer, batch_idx: int) -> bool:
     """Whether this micro-batch was the last of its optimizer step."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+
+
+def is_logged(trainer: LightningTrainer, step: int) -> bool:
+    """Whether the figures of an optimizer step are logged: the first, every nth, the last."""
+    every = cast(Any, trainer).log_every_n_steps
+    return step % every == 0 or step in (1, trainer.max_steps)
 
 
 def validation_follows(trainer: LightningTrainer, batch_idx: int) -> bool:

@@ -6,8 +6,11 @@ import os
 import platform
 import sysconfig
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from data.texts import EMPTY, Note
 
 CORPORA: dict[str, tuple[str, ...]] = {
     "stdlib": ("stdlib",),
@@ -49,6 +52,19 @@ def read_source(path: Path) -> str | None:
             return file.read()
     except (SyntaxError, UnicodeDecodeError):
         return None
+
+
+class SourceFile:
+    """A Python file as an input to prepare: one document."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path, self.at, stat = name, path, 0, path.stat()
+        self.size, self.identity = stat.st_size, [name, stat.st_size, stat.st_mtime_ns]
+
+    def __iter__(self) -> Iterator[str | Note]:
+        text = read_source(self.path)
+        self.at = self.size
+        yield Note("undecodable file") if text is None else text or Note(EMPTY)
 
 
 def describe(name: str) -> dict[str, Any]:

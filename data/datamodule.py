@@ -1,8 +1,9 @@
 """Token files to batches, in an order that is a function of the step."""
 
+import functools
 import math
+import sys
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,52 +12,34 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, default_convert
 
-from data.memmap import TokenFile, Windows, check_token_range, open_token_file
-from data.order import step_samples
-from data.prepare import check_files, load_meta, missing_files, prepare_corpus
+from data.contract import batch_fault, refused_changes
+from data.folder import missing_files
+from data.loader import StepBatches, TimedLoader
+from data.mixture import Mixture, named_sources
+from data.prepare import prepare_corpus
+from data.rows import RowKind, Rows
+from data.source import (
+    Source,
+    check_alike,
+    is_foreign,
+    known_rows,
+    known_sizes,
+    open_source,
+    require,
+)
+from data.tokenizer import TextTokenizer
+from data.windows import Order, Samples, Windows
 
-
-class StepBatches:
-    """Batch sampler of one rank: the samples of each micro-batch from a step on.
-
-    Its length is always that of the whole run, as Lightning counts batches from step 0; only
-    the iteration starts later. A length of what remains would make it train data twice.
-    """
-
-    def __init__(
-        self,
-        *,
-        start: int,
-        max_steps: int,
-        accumulate: int,
-        rank: int,
-        world_size: int,
-        micro_batch_size: int,
-        first_sample: int,
-    ) -> None:
-        self.start, self.max_steps, self.accumulate = start, max_steps, accumulate
-        self.rank, self.world_size = rank, world_size
-        self.micro_batch_size, self.first_sample = micro_batch_size, first_sample
-
-    def __len__(self) -> int:
-        return self.max_steps * self.accumulate
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self.start, self.max_steps):
-            for micro_step in range(self.accumulate):
-                yield step_samples(
-                    step,
-                    micro_step,
-                    self.rank,
-                    first_sample=self.first_sample,
-                    micro_batch_size=self.micro_batch_size,
-                    accumulate=self.accumulate,
-                    world_size=self.world_size,
-                ).tolist()
+NOT_OF_A_MIXTURE = {
+    "corpus": "the folders of a mixture are not made up; prepare them one by one",
+    "epochs": "each source goes through epochs of its own; give trainer.max_steps or "
+    "data.total_tokens",
+}
+"""Settings that a mixture cannot have, and why."""
 
 
 class LMDataModule(LightningDataModule):
-    """Windows of a prepared corpus as batches of `input_ids` and `labels`, both (B, seq_len + 1).
+    """Samples of token files as batches of `input_ids` and `labels`, both (B, seq_len + 1).
 
     A label is the id at its own position, or -100 where nothing is to be learned: the module
     shifts. Which samples a step trains on depends on data, seed and step alone.
@@ -65,11 +48,15 @@ class LMDataModule(LightningDataModule):
     def __init__(
         self,
         *,
-        path: str,
+        path: str | None = None,
+        mixture: dict[str, float] | None = None,
         corpus: Literal["python", "stdlib"] | None = None,
+        dtype: Literal["uint16", "uint32"] | None = None,
+        tokenizer: str | None = None,
         seq_len: int = 512,
         micro_batch_size: int = 8,
         windows: Literal["shuffled", "random"] = "shuffled",
+        rows: RowKind | None = None,
         total_tokens: int | None = None,
         epochs: float | None = None,
         eval_train: bool = False,
@@ -82,21 +69,27 @@ class LMDataModule(LightningDataModule):
         """Settings only: files are opened in `setup`.
 
         Args:
-            path: Folder with train.bin, val.bin, tokenizer.json and meta.json.
-            corpus: What to prepare there when files are missing: python (the standard library
+            path: Folder made by prepare; or token files of others, as a folder, a file or a
+                pattern: nanoGPT's train.bin and val.bin, shards of llm.c, one-dimensional .npy.
+            mixture: Several such paths instead of one, each with its weight in the samples.
+            corpus: What to prepare at path when files are missing: python (the standard library
                 and the installed torch, lightning and numpy) or stdlib. Unset: missing files are
                 an error.
+            dtype: Type of token files of others that do not tell it themselves.
+            tokenizer: A tokenizer.json for token files of others. Unset: no bits per byte, no text.
             seq_len: Positions of a sample; each also holds the target after its last one.
             micro_batch_size: Sequences of one forward pass on one device.
             windows: shuffled visits windows that do not overlap, each once an epoch, in a new
                 order each epoch; random starts anywhere.
-            total_tokens: Length of the run in tokens, rounded up to whole steps.
-            epochs: Length of the run in passes over the windows, rounded up to whole steps.
+            rows: Train on documents one by one, padded, instead of windows. split makes as many
+                rows of a long one as it needs; truncate makes one and drops the rest.
+            total_tokens: Length of the run in positions, rounded up to whole steps.
+            epochs: Length of the run in passes over windows or rows, rounded up to whole steps.
             eval_train: Evaluate on as many training batches too, as train/eval_loss.
             num_workers: Processes that read ahead. A read costs microseconds: 0 is rarely slower.
             allow_batch_change: Resume although the sequences of a step changed: the position is
                 then carried by the samples seen.
-            allow_data_change: Resume although token files or tokenizer changed.
+            allow_data_change: Resume although token files, tokenizer or mixture changed.
             vocab_size: Ids that the model knows; always model.config.vocab_size.
             seed: Of the order; always seed_everything.
         """
@@ -112,11 +105,26 @@ class LMDataModule(LightningDataModule):
             raise ValueError(f"data.epochs is {epochs}: must be above 0")
         if num_workers < 0:
             raise ValueError(f"data.num_workers is {num_workers}: must be 0 or more")
-        self.path = Path(path)
+        for other, value in (("corpus", corpus), ("epochs", epochs)):
+            if mixture is not None and value is not None:
+                raise ValueError(
+                    f"data.{other} is {value} and data.mixture is given: {NOT_OF_A_MIXTURE[other]}"
+                )
+        if rows is not None and windows == "random":
+            raise ValueError(
+                f"data.rows is {rows} and data.windows is random: rows are whole documents, each "
+                "once an epoch; leave data.windows out"
+            )
+        self.path = None if path is None else Path(path)
+        self.paths, self.weights = named_sources(path, mixture)
+        self.mixed = mixture is not None
         self.corpus = corpus
+        self.dtype = dtype
+        self.given_tokenizer = tokenizer
         self.seq_len = seq_len
         self.micro_batch_size = micro_batch_size
         self.windows: Literal["shuffled", "random"] = windows
+        self.rows: RowKind | None = rows
         self.total_tokens = total_tokens
         self.epochs = epochs
         self.eval_train = eval_train
@@ -126,6 +134,7 @@ class LMDataModule(LightningDataModule):
         self.vocab_size = vocab_size
         self.seed = seed
         self.token_bytes: Tensor | None = None
+        self._train_loader: TimedLoader | None = None
         self._micro_step = self._rows_crc = 0
         # Where the current batch size began: step and samples taken before it.
         self._since_step = self._since_sample = self._start_step = 0
@@ -142,9 +151,54 @@ class LMDataModule(LightningDataModule):
         return self.global_batch_size * self.seq_len
 
     @property
-    def tokenizer_path(self) -> Path:
-        """The tokenizer that the token files were made with."""
-        return self.path / "tokenizer.json"
+    def source_names(self) -> list[str]:
+        """What is validated apart: the sources of a mixture."""
+        return list(self.paths) if self.mixed else []
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """The tokenizer that the token files were made with, where there is one."""
+        return self._first_source.tokenizer_path
+
+    @property
+    def _first_source(self) -> Source:
+        return next(iter(self.sources.values()))
+
+    @functools.cached_property
+    def tokenizer(self) -> TextTokenizer:
+        """What turns text into ids and back.
+
+        Raises:
+            ValueError: the token files are of others, and nothing names their tokenizer.
+        """
+        if self.tokenizer_path is None:
+            raise ValueError(
+                f"data.path {self.path} holds token files without a tokenizer, so there is no text "
+                "to read or write; name their tokenizer.json by data.tokenizer"
+            )
+        return TextTokenizer.load(self.tokenizer_path)
+
+    def known_sizes(self) -> dict[str, int | None]:
+        """Sizes that a plan rests on, None where the data does not tell them yet.
+
+        Training and validation tokens, ids of the tokenizer, and samples of an epoch where those
+        are rows.
+        """
+        each = [known_sizes(path, self.vocab_size, self.dtype) for path in self.paths.values()]
+
+        def total(split: str) -> int | None:
+            counts = [sizes[split] for sizes in each if split in sizes]
+            return sum(counts) if len(counts) == len(each) else None
+
+        rows = None
+        if self.rows is not None and self.path is not None:
+            rows = known_rows(str(self.path), self.seq_len, self.rows)
+        return {
+            "data_tokens": total("train"),
+            "val_tokens": total("val"),
+            "tokenizer_size": each[0].get("tokenizer"),
+            "epoch_samples": rows,
+        }
 
     def _trainer(self) -> Any:
         assert self.trainer is not None, "attached by the Trainer before any hook"
@@ -153,52 +207,61 @@ class LMDataModule(LightningDataModule):
     # Set-up
 
     def prepare_data(self) -> None:
-        missing = missing_files(self.path)
-        if not missing:
-            return
-        lacks = f"data.path is {self.path}, which lacks {', '.join(missing)}"
-        if self.corpus is None:
-            raise ValueError(
-                f"{lacks}, and data.corpus is not set, so nothing is made up there; bring a folder "
-                "with these files, or have one made of Python source by lightning prepare "
-                "--config FILE --data.corpus python"
-            )
-        if "meta.json" not in missing:
-            raise ValueError(
-                f"{lacks} of what its meta.json describes; bring the file back, or make all anew "
-                "by lightning prepare --config FILE"
-            )
-        prepare_corpus(self.corpus, self.path, self.vocab_size, again=False)
+        for path in self.paths.values():
+            if self.corpus is None or is_foreign(path):
+                require(path, "data.mixture names" if self.mixed else "data.path is")
+            elif missing := missing_files(Path(path)):
+                if "meta.json" not in missing:
+                    require(path, "data.path is")
+                prepare_corpus(self.corpus, Path(path), self.vocab_size, again=False)
+
+    def _open_sources(self) -> list[Source]:
+        self.sources = {
+            name: open_source(path, self.vocab_size, self.dtype, self.given_tokenizer)
+            for name, path in self.paths.items()
+        }
+        sources = list(self.sources.values())
+        check_alike(sources)
+        return sources
+
+    def training_samples(self) -> Samples:
+        """What the run trains on, by number of the sample; needs no Trainer."""
+        self._open_sources()
+        return self._mixture(self.windows)
 
     def setup(self, stage: str) -> None:
-        self.meta = load_meta(self.path)
-        check_files(self.path, self.meta)
-        self.token_bytes = torch.zeros(self.vocab_size, dtype=torch.int64)
-        lengths = torch.tensor(self.meta["token_bytes"])
-        if len(lengths) > self.vocab_size:
-            raise ValueError(
-                f"model.config.vocab_size is {self.vocab_size}, but the tokenizer of {self.path} "
-                f"has {len(lengths)} ids; set model.config.vocab_size to at least {len(lengths)}"
-            )
-        self.token_bytes[: len(lengths)] = lengths
+        sources = self._open_sources()
+        if (lengths := sources[0].token_bytes) is not None:
+            self.token_bytes = torch.zeros(self.vocab_size, dtype=torch.int64)
+            self.token_bytes[: len(lengths)] = torch.tensor(lengths)
         if self._validates:
-            self.val_windows = Windows(self._open("val"), self.seq_len, order="fixed")
+            self.val_samples = [self._samples(source, "val", "fixed") for source in sources]
         if stage == "fit" or self.eval_train:
-            train = self._open("train")
-            self.train_windows = Windows(train, self.seq_len, self.seed, self.windows)
-            self.train_eval_windows = Windows(train, self.seq_len, order="fixed")
+            self.train_samples = self._mixture(self.windows)
+        if self.eval_train:
+            self.train_eval_samples = self._mixture("fixed")
         if stage == "fit":
             self._given_steps = self._trainer().max_steps
             self._set_length()
+            if self._trainer().global_rank == 0:
+                print("\n".join(self.train_samples.start_lines), file=sys.stderr, flush=True)
 
     @property
     def _validates(self) -> bool:
         return self._trainer().limit_val_batches != 0
 
-    def _open(self, split: str) -> TokenFile:
-        file = open_token_file(self.path / f"{split}.bin", self.meta["dtype"])
-        check_token_range(file, self.vocab_size)
-        return file
+    def _mixture(self, order: Order) -> Samples:
+        samples = [self._samples(source, "train", order) for source in self.sources.values()]
+        if not self.mixed:
+            return samples[0]
+        return Mixture(samples, list(self.weights.values()), self.seed, order)
+
+    def _samples(self, source: Source, split: str, order: Order) -> Samples:
+        stream = source.stream(split, self.vocab_size)
+        if self.rows is None:
+            return Windows(stream, self.seq_len, self.seed, order)
+        docs, specials = source.documents(split)
+        return Rows(stream, docs, self.seq_len, self.rows, specials, self.seed, order)
 
     def _set_length(self) -> None:
         """Give the Trainer the number of optimizer steps of the whole run."""
@@ -230,44 +293,53 @@ class LMDataModule(LightningDataModule):
             )
         else:
             assert self.epochs is not None
-            samples = max(1, round(self.epochs * self.train_windows.n_windows))
+            samples = max(1, round(self.epochs * self.train_samples.epoch_size))
             # The last step is averaged over what is left of the last epoch.
-            self.train_windows.end = samples
+            self.train_samples.end = samples
         steps = math.ceil((samples - self._since_sample) / self.global_batch_size)
         trainer.fit_loop.epoch_loop.max_steps = self._since_step + steps
 
     # Batches
 
+    @property
+    def seconds_waited(self) -> float:
+        """How long training has waited for its batches since the start."""
+        return 0.0 if self._train_loader is None else self._train_loader.seconds_waited
+
     def train_dataloader(self) -> DataLoader:
         trainer = self._trainer()
-        return self._loader(
-            self.train_windows,
+        self._train_loader = self._loader(
+            self.train_samples,
             start=self._start_step,
             max_steps=trainer.max_steps,
             accumulate=trainer.accumulate_grad_batches,
             first_sample=self._since_sample - self._since_step * self.global_batch_size,
         )
+        return self._train_loader
 
     def val_dataloader(self) -> list[DataLoader]:
         if not self._validates:
             return []
-        windows = [self.val_windows] + ([self.train_eval_windows] if self.eval_train else [])
-        return [self._evaluation_loader(each) for each in windows]
+        sizes = [samples.epoch_size for samples in self.val_samples]
+        loaders = list(map(self._evaluation_loader, self.val_samples, sizes))
+        if self.eval_train:
+            loaders.append(self._evaluation_loader(self.train_eval_samples, sum(sizes)))
+        return loaders
 
-    def _evaluation_loader(self, windows: Windows) -> DataLoader:
+    def _evaluation_loader(self, samples: Samples, most: int) -> DataLoader:
         # The bound counts micro-batches over all ranks, so that any number of ranks evaluates
-        # the same windows: rows past them carry no target.
+        # the same samples: rows past them carry no target.
         trainer = self._trainer()
-        batches = math.ceil(self.val_windows.n_windows / self.micro_batch_size)
+        batches = math.ceil(most / self.micro_batch_size)
         limit = trainer.limit_val_batches
         batches = min(batches, limit) if isinstance(limit, int) else math.ceil(batches * limit)
-        windows.end = min(windows.n_windows, batches * self.micro_batch_size)
+        samples.end = min(samples.epoch_size, batches * self.micro_batch_size)
         each = math.ceil(batches / trainer.world_size)
-        return self._loader(windows, start=0, max_steps=each, accumulate=1, first_sample=0)
+        return self._loader(samples, start=0, max_steps=each, accumulate=1, first_sample=0)
 
     def _loader(
-        self, windows: Windows, start: int, max_steps: int, accumulate: int, first_sample: int
-    ) -> DataLoader:
+        self, samples: Samples, start: int, max_steps: int, accumulate: int, first_sample: int
+    ) -> TimedLoader:
         trainer = self._trainer()
         batches = StepBatches(
             start=start,
@@ -278,8 +350,8 @@ class LMDataModule(LightningDataModule):
             micro_batch_size=self.micro_batch_size,
             world_size=trainer.world_size,
         )
-        return DataLoader(
-            windows,
+        return TimedLoader(
+            samples,
             batch_sampler=batches,
             num_workers=self.num_workers,
             collate_fn=default_convert,
@@ -336,46 +408,27 @@ class LMDataModule(LightningDataModule):
 
     def contract(self) -> dict[str, Any]:
         """Settings that a resumed run is compared by, under their configuration keys."""
+        prints = {
+            f"data fingerprint of {name}" if self.mixed else "data fingerprint": source
+            for name, source in self.sources.items()
+        }
         return {
-            "data.path": str(self.path),
+            "data.path": None if self.path is None else str(self.path),
+            "data.mixture": dict(self.weights) if self.mixed else None,
             "data.seq_len": self.seq_len,
             "data.windows": self.windows,
+            "data.rows": self.rows,
             "data.micro_batch_size": self.micro_batch_size,
-            "data fingerprint": self.meta["train"]["fingerprint"],
-            "tokenizer fingerprint": self.meta["tokenizer_fingerprint"],
+            **{key: source.fingerprints["train"] for key, source in prints.items()},
+            "tokenizer fingerprint": self._first_source.tokenizer_fingerprint,
             "global batch size": self.global_batch_size,
         }
 
     def refused_changes(self, old: dict[str, Any]) -> list[str]:
         """What of a checkpoint's contract does not allow this run to go on from it."""
-        new = self.contract()
-        faults = [
-            f"{key} was {old[key]} and is {new[key]} now"
-            for key in ("data.seq_len", "data.windows")
-            if old[key] != new[key]
-        ]
-        faults += [
-            f"the {key} was {old[key][:12]} and is {new[key][:12]} now (data.allow_data_change "
-            "true goes on with it)"
-            for key in ("data fingerprint", "tokenizer fingerprint")
-            if old[key] != new[key] and not self.allow_data_change
-        ]
+        trainer = self._trainer()
+        faults = refused_changes(old, self.contract(), self.allow_data_change)
         if old["global batch size"] != self.global_batch_size and not self.allow_batch_change:
-            faults.append(self._batch_fault(old))
+            split = (trainer.accumulate_grad_batches, trainer.world_size)
+            faults.append(batch_fault(old, self.micro_batch_size, *split))
         return faults
-
-    def _batch_fault(self, old: dict[str, Any]) -> str:
-        trainer, was = self._trainer(), old["global batch size"]
-        each = self.micro_batch_size * trainer.world_size
-        way_out = (
-            f"set trainer.accumulate_grad_batches {was // each} to keep it"
-            if was % each == 0
-            else f"{was} is no multiple of {each}: change data.micro_batch_size"
-        )
-        return (
-            f"the global batch was {old['data.micro_batch_size']} × "
-            f"{old['trainer.accumulate_grad_batches']} × {old['trainer.world_size']} = {was} "
-            f"sequences a step and is {self.micro_batch_size} × "
-            f"{trainer.accumulate_grad_batches} × {trainer.world_size} = {self.global_batch_size} "
-            f"now ({way_out}, or data.allow_batch_change true)"
-        )

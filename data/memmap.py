@@ -1,59 +1,93 @@
-"""Token files, read in place: flat arrays of ids without a header, and windows over them."""
+"""Token files, read in place: flat arrays of ids, one file or several that are read as one."""
 
 import contextlib
 import hashlib
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
-from jaxtyping import Int, UInt
-from torch import Tensor
-from torch.utils.data import Dataset
-
-from data.order import mix, permute, random_starts, sample_places
+from jaxtyping import Int, Integer
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-"""Types of a token file by the name that configs and `meta.json` use."""
+"""Types of a file without a header, by the name that configs and `meta.json` use."""
 
 # llm.c writes 256 int32 before the tokens, this number first.
 # Source: github.com/karpathy/llm.c, dev/data/data_common.py.
-LLM_C_MAGICS = {20240520: "<u2", 20240801: "<u4"}
+LLM_C_MAGICS = {20240520: "uint16", 20240801: "uint32"}
 
-IGNORE_INDEX = -100
-"""Label of a position that nothing is learned from."""
-
-Order = Literal["shuffled", "random", "fixed"]
-FIXED_KEY = mix(0x76616C)
 BLOCK_BYTES, N_BLOCKS = 4096, 64
 # Ids that a scan takes at once, and enough of them to tell a file's type.
 CHUNK = 1 << 20
+# Fewer may be so by chance.
+MIN_PAIRS = 16
+# Each mapped file holds a file descriptor, and 1024 is all that many systems give a process.
+MOST_MAPPED = 256
 
 
 class TokenFile:
-    """A file of token ids, mapped on first use. Pickles as its name and is mapped anew."""
+    """A file of token ids, `offset` bytes after its start."""
 
-    def __init__(self, path: Path, dtype: str) -> None:
-        self.path = path
-        self.dtype = DTYPES[dtype]
-        self.n_tokens = path.stat().st_size // self.dtype.itemsize
+    def __init__(self, path: Path, dtype: np.dtype, offset: int = 0) -> None:
+        self.path, self.dtype, self.offset = path, dtype, offset
+        self.n_tokens = (path.stat().st_size - offset) // dtype.itemsize
 
-    @cached_property
-    def tokens(self) -> UInt[np.ndarray, " N"]:
+    def map(self) -> Integer[np.ndarray, " N"]:
         """All ids, read-only; pages that were read are the kernel's cache, not our memory."""
         # A plain array over the same pages: slicing a np.memmap costs twice as much.
-        return np.memmap(self.path, self.dtype, mode="r").view(np.ndarray)
+        return np.memmap(self.path, self.dtype, mode="r", offset=self.offset).view(np.ndarray)
+
+
+class TokenStream:
+    """Token files read as one, in the order given. Pickles as their names and is mapped anew."""
+
+    def __init__(self, files: Sequence[TokenFile]) -> None:
+        self.files = tuple(files)
+        self._ends = np.cumsum([file.n_tokens for file in files]).tolist()
+        self._mapped: dict[int, Integer[np.ndarray, " N"]] = {}
+        self.n_tokens: int = self._ends[-1]
+
+    @property
+    def name(self) -> str:
+        """The file, or the first of several and how many there are."""
+        more = len(self.files) - 1
+        return f"{self.files[0].path}" + (f" and {more} more" if more else "")
+
+    @property
+    def label(self) -> str:
+        """Its name and the type of its ids."""
+        return f"{self.name} ({self.files[0].dtype.name})"
+
+    def locate(self, offset: int) -> tuple[Path, int]:
+        """The file that holds an offset of the stream, and the offset in that file."""
+        place = bisect_right(self._ends, offset)
+        return self.files[place].path, offset - (self._ends[place] - self.files[place].n_tokens)
+
+    def copy(self, offset: int, out: Int[np.ndarray, " T"]) -> None:
+        """Fill `out` with the ids from an offset on."""
+        place = bisect_right(self._ends, offset)
+        start, done = offset - (self._ends[place] - self.files[place].n_tokens), 0
+        while done < len(out):
+            part = self._tokens(place)[start : start + len(out) - done]
+            out[done : done + len(part)] = part
+            place, start, done = place + 1, 0, done + len(part)
+
+    def _tokens(self, place: int) -> Integer[np.ndarray, " N"]:
+        if place not in self._mapped:
+            if len(self._mapped) >= MOST_MAPPED:
+                del self._mapped[next(iter(self._mapped))]
+            self._mapped[place] = self.files[place].map()
+        return self._mapped[place]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "tokens"}
+        return self.__dict__ | {"_mapped": {}}
 
 
 def open_token_file(path: Path, dtype: str = "uint16") -> TokenFile:
-    """Open a file of little-endian ids after a look at what would read as junk.
+    """Open a file of little-endian ids without a header after a look at what would read as junk.
 
     Args:
         dtype: name in `DTYPES`.
@@ -80,16 +114,22 @@ def open_token_file(path: Path, dtype: str = "uint16") -> TokenFile:
     if magic in LLM_C_MAGICS:
         raise ValueError(
             f"{path} starts with an llm.c header (magic {magic}), which is not tokens: convert it "
-            f"by np.fromfile({path.name!r}, {LLM_C_MAGICS[magic]!r}, offset=1024).tofile(...)"
+            f"by np.fromfile({path.name!r}, {DTYPES[LLM_C_MAGICS[magic]].str!r}, "
+            "offset=1024).tofile(...)"
         )
-    if dtype == "uint16" and n_bytes % 4 == 0:
-        pairs = np.frombuffer(head, "<u2").reshape(-1, 2)
-        if pairs[:, 0].any() and not pairs[:, 1].any():
-            raise ValueError(
-                f"{path} looks like uint32 (every second uint16 is 0) but is read as uint16: "
-                "name dtype uint32 or prepare the data again"
-            )
-    return TokenFile(path, dtype)
+    if dtype == "uint16" and looks_wide(head):
+        raise ValueError(
+            f"{path} looks like uint32 (every second uint16 is 0) but is read as uint16: "
+            "name dtype uint32 or prepare the data again"
+        )
+    return TokenFile(path, DTYPES[dtype])
+
+
+def looks_wide(head: bytes) -> bool:
+    """Whether the begin of a file makes no sense as uint16: every second one is 0."""
+    pairs = np.frombuffer(head[: len(head) // 4 * 4], "<u2").reshape(-1, 2)
+    enough = len(head) % 4 == 0 and len(pairs) >= MIN_PAIRS
+    return enough and bool(pairs[:, 0].any() and not pairs[:, 1].any())
 
 
 def content_fingerprint(path: Path) -> str:
@@ -104,7 +144,7 @@ def content_fingerprint(path: Path) -> str:
 
 
 def check_token_range(file: TokenFile, vocab_size: int) -> int:
-    """The largest id of the file, which is known to be below `vocab_size`.
+    """The largest id of the file, which is known to be below `vocab_size`, and none negative.
 
     Reads the whole file once and keeps the maximum beside it, in `<name>.max_id.json`.
 
@@ -114,71 +154,25 @@ def check_token_range(file: TokenFile, vocab_size: int) -> int:
     max_id = _cached_max_id(file)
     if max_id < vocab_size:
         return max_id
-    chunks = (file.tokens[at : at + CHUNK] >= vocab_size for at in range(0, file.n_tokens, CHUNK))
-    offset = next(i * CHUNK + int(bad.argmax()) for i, bad in enumerate(chunks) if bad.any())
+    tokens = file.map()
+    chunks = (_unsigned(tokens[at : at + CHUNK]) for at in range(0, file.n_tokens, CHUNK))
+    bad = ((i, chunk >= vocab_size) for i, chunk in enumerate(chunks))
+    offset = next(i * CHUNK + int(found.argmax()) for i, found in bad if found.any())
+    if tokens[offset] < 0:
+        raise ValueError(
+            f"{file.path} holds id {tokens[offset]} at offset {offset}: ids must be 0 or more; "
+            "prepare the data again"
+        )
     raise ValueError(
-        f"{file.path} holds id {file.tokens[offset]} at offset {offset}, the largest is {max_id}: "
+        f"{file.path} holds id {tokens[offset]} at offset {offset}, the largest is {max_id}: "
         f"ids must be below vocab_size {vocab_size} and are never clamped; "
         f"set model.config.vocab_size to at least {max_id + 1} or prepare the data again"
     )
 
 
-class Windows(Dataset[dict[str, Tensor]]):
-    """Windows of `seq_len` positions and the target after the last, by sample of a run.
-
-    A batch is asked for whole, with `__getitems__`: a loader needs a batch sampler and
-    `collate_fn=torch.utils.data.default_convert`.
-
-    Args:
-        order: `shuffled` visits non-overlapping windows, each once an epoch; `random` starts
-            anywhere; `fixed` is the same shuffle for every seed, so that its first samples are
-            an even and constant choice to validate on.
-
-    Raises:
-        ValueError: where the file is shorter than one window.
-    """
-
-    def __init__(
-        self, file: TokenFile, seq_len: int, seed: int = 0, order: Order = "shuffled"
-    ) -> None:
-        self.file, self.seq_len, self.seed, self.order = file, seq_len, seed, order
-        self.n_windows = (file.n_tokens - 1) // seq_len
-        self.end: int | None = self.n_windows if order == "fixed" else None
-        """First sample that is a row without targets: what a bound leaves over in a batch."""
-        self.n_starts = file.n_tokens - seq_len
-        if self.n_windows < 1:
-            what = "validation batches" if order == "fixed" else "windows"
-            raise ValueError(
-                f"{file.path} holds {file.n_tokens} tokens, which is 0 {what} at data.seq_len "
-                f"{seq_len}: it needs at least {seq_len + 1}; give more data or a smaller seq_len"
-            )
-
-    def __len__(self) -> int:
-        return self.n_starts if self.order == "random" else self.n_windows
-
-    def starts(self, samples: Sequence[int]) -> Int[np.ndarray, " B"]:
-        """Offset of each sample's first token; -1 from `end` on."""
-        numbers = np.asarray(samples, dtype=np.int64)
-        inside = numbers < (np.iinfo(np.int64).max if self.end is None else self.end)
-        return np.where(inside, self._offsets(np.where(inside, numbers, 0)), -1)
-
-    def _offsets(self, samples: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        if self.order == "random":
-            return random_starts(samples, self.n_starts, self.seed)
-        if self.order == "shuffled":
-            return sample_places(samples, self.n_windows, self.seed) * self.seq_len
-        return permute(samples, self.n_windows, FIXED_KEY) * self.seq_len
-
-    def __getitems__(self, samples: Sequence[int]) -> dict[str, Int[Tensor, "B L"]]:
-        """One batch; past the end of `fixed`, rows without targets even out the ranks."""
-        starts = self.starts(samples)
-        rows = np.lib.stride_tricks.sliding_window_view(self.file.tokens, self.seq_len + 1)
-        ids = rows[np.maximum(starts, 0)].astype(np.int64)  # (B, T+1)
-        past_end = starts[:, None] < 0
-        return {
-            "input_ids": torch.from_numpy(np.where(past_end, 0, ids)),
-            "labels": torch.from_numpy(np.where(past_end, IGNORE_INDEX, ids)),
-        }
+def _unsigned(ids: Integer[np.ndarray, " N"]) -> Integer[np.ndarray, " N"]:
+    # A negative id becomes a huge one, so that one bound finds both.
+    return ids.view(np.dtype(f"u{ids.itemsize}").newbyteorder(ids.dtype.byteorder))
 
 
 def _cached_max_id(file: TokenFile) -> int:
@@ -190,7 +184,8 @@ def _cached_max_id(file: TokenFile) -> int:
         known = json.loads(cache.read_text(encoding="utf-8"))
         if known | state == known:
             return int(known["max_id"])
-    max_id = max(int(file.tokens[i : i + CHUNK].max()) for i in range(0, file.n_tokens, CHUNK))
+    tokens = _unsigned(file.map())
+    max_id = max(int(tokens[i : i + CHUNK].max()) for i in range(0, file.n_tokens, CHUNK))
     # Ranks may scan at the same time, and a folder of shared data may be read-only.
     temporary = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
     with contextlib.suppress(OSError):

@@ -4,6 +4,8 @@ Everything is a pure function of its arguments in constant memory, so a run can 
 sample, and on any number of ranks, without replaying what came before.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Int, UInt
 
@@ -47,12 +49,38 @@ def sample_places(samples: Int[np.ndarray, " N"], n: int, seed: int) -> Int[np.n
     return places
 
 
+def fixed_places(samples: Int[np.ndarray, " N"], n: int) -> Int[np.ndarray, " N"]:
+    """The place, 0 … n - 1, of each sample in a shuffle that is the same in every run and epoch."""
+    return permute(samples % n, n, mix(0x76616C))
+
+
 def random_starts(
     samples: Int[np.ndarray, " N"], n_starts: int, seed: int
 ) -> Int[np.ndarray, " N"]:
     """An independent start, uniform in 0 … n_starts - 1, for each sample of a run."""
-    hashes = _splitmix64(_splitmix64(samples.astype(np.uint64)) ^ np.uint64(mix(seed)))
-    return (hashes % np.uint64(n_starts)).astype(np.int64)
+    return (_hashes(samples, mix(seed)) % np.uint64(n_starts)).astype(np.int64)
+
+
+def mixture_slots(
+    samples: Int[np.ndarray, " N"], weights: Sequence[int], seed: int
+) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " N"]]:
+    """The source of each sample of a run over several, and the sample's number in that source.
+
+    A block of sum(weights) samples holds every source as often as its weight says, in an order of
+    its own, so the weights are exact in every block.
+    """
+    size, owners = sum(weights), np.repeat(np.arange(len(weights)), weights)
+    blocks, slots = np.divmod(samples, size)
+    distinct, row = np.unique(blocks, return_inverse=True)
+    # Sorting by hashes shuffles many small blocks at once; `permute` takes one at a time.
+    hashes = _hashes(distinct[:, None] * size + np.arange(size), mix(seed, size))
+    sources = owners[hashes.argsort(axis=1, kind="stable")]
+    own = np.empty_like(sources)  # which of its source's samples in this block
+    for source in range(len(weights)):
+        mine = sources == source
+        own[mine] = (mine.cumsum(axis=1) - 1)[mine]
+    chosen = sources[row, slots]
+    return chosen, blocks * np.asarray(weights)[chosen] + own[row, slots]
 
 
 def step_samples(
@@ -91,7 +119,11 @@ def _shuffle(
     return values
 
 
-def _splitmix64(values: UInt[np.ndarray, " N"]) -> UInt[np.ndarray, " N"]:
+def _hashes(samples: Int[np.ndarray, "..."], key: int) -> UInt[np.ndarray, "..."]:
+    return _splitmix64(_splitmix64(samples.astype(np.uint64)) ^ np.uint64(key))
+
+
+def _splitmix64(values: UInt[np.ndarray, "..."]) -> UInt[np.ndarray, "..."]:
     # Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014.
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -3,63 +3,185 @@
 import fcntl
 import hashlib
 import json
+import math
 import os
-import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from itertools import chain
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-from jaxtyping import Int, UInt
-from tqdm import tqdm
+import tokenizers
 
-from data.corpus import describe, python_files, read_source
-from data.memmap import DTYPES, content_fingerprint, open_token_file
-from data.tokenizer import TextTokenizer, train_bpe
-
-FORMAT = 1
-FILES = ("train.bin", "val.bin", "tokenizer.json", "meta.json")
-"""What a prepared folder holds; meta.json is written last and marks the set as whole."""
+from data.corpus import SourceFile, describe, python_files
+from data.encode import Sources, encode, training_texts
+from data.folder import FILES, FORMAT, load_meta, missing_files, split_fingerprint
+from data.folder import check_files as check_files
+from data.readers import Input, find_inputs, refuse_twins
+from data.specials import END_OF_TEXT
+from data.texts import BLANK, EMPTY, REPLACED, ReadOptions
+from data.tokenizer import TextTokenizer
+from data.vocabulary import find_tokenizer, train_bpe
+from data.work import SPLITS, Work, sync_folder, write_json
 
 VAL_SHARE = 0.02
-"""Share of the documents, chosen by name, that is kept for validation."""
+"""Share of a corpus's documents, chosen by name, that is kept for validation."""
 
-META_KEYS = {"format", "dtype", "byte_order", "vocab_size", "special_ids", "token_bytes"}
-META_KEYS |= {"tokenizer_fingerprint", "corpus", "train", "val"}
-SPLIT_KEYS = {"tokens", "documents", "bytes", "fingerprint"}
-AGAIN = "prepare the data again by lightning prepare --config FILE"
-# Characters encoded at once: enough for every core, little enough for a laptop's memory.
-BATCH_CHARACTERS = 1 << 21
+WORK = ".work"
+TOKEN_FILE = re.compile(r"(train|val)(-\d{5})?\.bin(\.max_id\.json)?")
+BOS = "<|bos|>"
 
 
-def prepare_corpus(
-    corpus: str, output: Path, vocab_size: int, *, again: bool = True, progress: bool = True
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How files become a prepared folder."""
+
+    tokenizer: str | None = None
+    """File, folder, byte or tiktoken:NAME; None trains one."""
+    vocab_size: int | None = None
+    """Ids of the tokenizer to train."""
+    read: ReadOptions = field(default_factory=ReadOptions)
+    val_fraction: float = 0.01
+    """Share of the documents that validates, chosen by their text; with val_input none."""
+    val_input: Sequence[str] = ()
+    """Files that validate."""
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    dtype: str = "auto"
+    """Of the token files: auto, uint16 or uint32."""
+    bos: bool = False
+    """Store a bos before each document."""
+    eos: str | None = None
+    """Name of the token that ends a document."""
+    pad: str | None = None
+    """Name of the token that pads rows."""
+    shard_tokens: int | None = None
+    """Tokens of a token file; None puts all into one."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.val_fraction < 1:
+            raise ValueError(
+                f"--val_fraction is {self.val_fraction}: must be above 0 and below 1; validation "
+                "files of their own are given by --val_input"
+            )
+        if (self.tokenizer is None) == (self.vocab_size is None):
+            given = "neither is" if self.tokenizer is None else "both are"
+            raise ValueError(
+                f"--tokenizer takes a tokenizer, --vocab_size trains one, and {given} given: give "
+                "one of them"
+            )
+        if self.shard_tokens is not None and self.shard_tokens < 1:
+            raise ValueError(f"--shard_tokens is {self.shard_tokens}: must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to prepare: the same job goes on where it was killed."""
+
+    name: str
+    """For errors."""
+    sources: Sources
+    settings: Settings
+    corpus: dict[str, Any]
+    """What `meta.json` tells of the sources."""
+    tokenizer: TextTokenizer | None
+    """None trains one."""
+    workers: int | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """All that the result depends on, as JSON holds it."""
+        known = {
+            "format": FORMAT,
+            "tokenizers": tokenizers.__version__,
+            "corpus": self.corpus,
+            "inputs": [[given, *each.identity] for given, each in self.sources.inputs],
+            "tokenizer": self.tokenizer and self.tokenizer.fingerprint,
+            "settings": asdict(self.settings),
+        }
+        return json.loads(json.dumps(known))
+
+
+def prepare_files(
+    inputs: Sequence[str],
+    output: Path,
+    settings: Settings,
+    *,
+    workers: int | None = None,
+    progress: bool = True,
 ) -> dict[str, Any]:
-    """Train a tokenizer on a corpus and write the corpus as token files.
+    """Write the documents of files, folders, globs or hub data sets as token files.
 
-    A document is one file of the corpus; it ends with exactly one end-of-document id. A kill at
-    any time leaves a whole set or a folder without `meta.json`.
+    A document ends with exactly one eos. A kill at any time leaves a whole set, or a folder
+    without `meta.json` in which the same call goes on. Memory does not grow with the input.
 
     Args:
-        vocab_size: ids at most; a small corpus gives fewer.
-        again: prepare although the set is whole; False takes the one that another process made
-            in the meantime.
-        progress: a bar for each stage on a terminal, one line for each elsewhere, on stderr.
+        workers: threads that encode, all cores if None; the result does not depend on it. Heeded
+            in full by a process that has not encoded yet.
+        progress: a bar on a terminal, lines elsewhere, on stderr.
 
     Returns:
         What `meta.json` holds. `bytes` are UTF-8 bytes of text, separators not counted.
 
     Raises:
+        ValueError: for inputs or settings that cannot be, a bad row, or a split without text.
+    """
+    if workers is not None:
+        if workers < 1:
+            raise ValueError(f"--workers is {workers}: must be at least 1")
+        os.environ["RAYON_NUM_THREADS"] = str(workers)  # of the tokenizers library
+    words = {None: inputs, "val": settings.val_input}
+    found: list[tuple[str | None, Input]] = []
+    for given, names in words.items():
+        split = "train" if settings.val_input and given is None else given
+        found += [(split, each) for each in find_inputs(names, settings.read)]
+    refuse_twins([each for _, each in found])
+    tokenizer = settings.tokenizer and find_tokenizer(settings.tokenizer)
+    job = Job(
+        name=", ".join([*inputs, *settings.val_input]),
+        sources=Sources(
+            inputs=found,
+            val_fraction=settings.val_fraction,
+            skip_faults=settings.on_bad_row == "skip",
+        ),
+        settings=settings,
+        corpus={"name": "files"},
+        tokenizer=tokenizer.named(eos=settings.eos, pad=settings.pad) if tokenizer else None,
+        workers=workers,
+    )
+    return _locked(job, output, progress)
+
+
+def prepare_corpus(
+    corpus: str, output: Path, vocab_size: int, *, again: bool = True, progress: bool = True
+) -> dict[str, Any]:
+    """Train a tokenizer on a corpus and write it as token files, as `prepare_files` does.
+
+    A document is one file of the corpus.
+
+    Args:
+        vocab_size: ids at most; a small corpus gives fewer.
+        again: prepare although the set is whole; False takes the one that another process made
+            in the meantime.
+
+    Raises:
         ValueError: for an unknown corpus, a vocabulary below the 256 bytes and the separator,
             or a split without text.
     """
-    splits: dict[str, list[Path]] = {"train": [], "val": []}
+    found: list[tuple[str | None, Input]] = []
     for name, path in python_files(corpus):
-        splits["val" if is_validation(name) else "train"].append(path)
-    for split, paths in splits.items():
-        _refuse_empty(corpus, split, len(paths))
+        found.append(("val" if is_validation(name) else "train", SourceFile(name, path)))
+    job = Job(
+        name=f"corpus {corpus!r}",
+        sources=Sources(inputs=found),
+        settings=Settings(vocab_size=vocab_size),
+        corpus=describe(corpus),
+        tokenizer=None,
+    )
+    return _locked(job, output, progress, again)
+
+
+def _locked(job: Job, output: Path, progress: bool, again: bool = True) -> dict[str, Any]:
+    if job.tokenizer is not None:
+        _check_tokenizer(job.tokenizer, job.settings)
     output.mkdir(parents=True, exist_ok=True)
     folder = os.open(output, os.O_RDONLY)
     try:
@@ -67,43 +189,146 @@ def prepare_corpus(
         fcntl.flock(folder, fcntl.LOCK_EX)
         if not again and not missing_files(output):
             return load_meta(output)
-        return _prepare(corpus, splits, output, vocab_size, progress)
+        settings = {**job.identity()["settings"], "on_bad_row": "stop"}
+        settings["read"] = {**settings["read"], "encoding_errors": "strict"}
+        work = Work(output / WORK, job.identity(), {"settings": settings})
+        try:
+            meta = work.meta or _prepare(job, work, progress)
+        except ValueError:
+            if not work.has_parts:
+                work.remove()
+            raise
+        finally:
+            work.close()
+        _publish(work, output, meta)
+        return meta
     finally:
         os.close(folder)
 
 
-def _prepare(
-    corpus: str, splits: dict[str, list[Path]], output: Path, vocab_size: int, progress: bool
-) -> dict[str, Any]:
-    parts = {name: output / f"{name}.tmp" for name in FILES}
-    try:
-        _remove(parts.values())  # of a run that was killed
-        tokenizer = train_bpe(
-            _texts(splits["train"], Counter(), "train tokenizer", progress), vocab_size
-        )
-        tokenizer.save(parts["tokenizer.json"])
-        meta: dict[str, Any] = {
-            "format": FORMAT,
-            "dtype": token_dtype(tokenizer.size),
-            "byte_order": "little",
-            "vocab_size": tokenizer.size,
-            "special_ids": {"eos": tokenizer.eos_id},
-            "tokenizer_fingerprint": tokenizer.fingerprint,
-            "corpus": describe(corpus),
-        }
-        for split, paths in splits.items():
-            skipped = Counter(empty=0, undecodable=0)
-            part = parts[f"{split}.bin"]
-            texts = _texts(paths, skipped, f"encode {split}", progress)
-            written = write_tokens(texts, tokenizer, part, meta["dtype"])
-            _refuse_empty(corpus, split, written["documents"])
-            meta[split] = {**written, **skipped, "fingerprint": content_fingerprint(part)}
-        meta["token_bytes"] = tokenizer.token_bytes().tolist()
-        parts["meta.json"].write_text(json.dumps(meta), encoding="utf-8", newline="\n")
-        _publish(parts, output)
-    finally:
-        _remove(parts.values())
+def _prepare(job: Job, work: Work, progress: bool) -> dict[str, Any]:
+    settings, path = job.settings, work.folder / "tokenizer.json"
+    if work.state is None:
+        (job.tokenizer or _train(job, progress)).save(path)
+    tokenizer = TextTokenizer.load(path)
+    dtype = token_dtype(tokenizer.size) if settings.dtype == "auto" else settings.dtype
+    state = work.open(dtype, settings.shard_tokens, len(job.sources.inputs))
+    lowest = encode(
+        job.sources, tokenizer, work, bos=settings.bos, workers=job.workers, show=progress
+    )
+    _refuse_empty(job, state, lowest)
+    ids = {kind: tokenizer.special_id(kind) for kind in ("eos", "bos", "pad")}
+    meta: dict[str, Any] = {
+        "format": FORMAT,
+        "dtype": dtype,
+        "byte_order": "little",
+        "vocab_size": tokenizer.size,
+        "special_ids": {kind: number for kind, number in ids.items() if number is not None},
+        "bos_stored": settings.bos,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+        "corpus": job.corpus,
+        "left_out": dict(state["left_out"]),
+        "sources": {},
+    }
+    names = [each.name for _, each in job.sources.inputs]
+    for split, writer in work.writers.items():
+        writer.finish()
+        counts = {key: value for key, value in state[split].items() if key != "sources"}
+        fingerprint = split_fingerprint([work.folder / name for name in writer.files])
+        meta[split] = {"files": writer.files, **counts, "fingerprint": fingerprint}
+        meta["sources"][split] = [
+            {"name": name, "documents": count}
+            for name, count in zip(names, state[split]["sources"], strict=True)
+            if count
+        ]
+    meta["token_bytes"] = tokenizer.token_bytes().tolist()
+    write_json(work.folder / "meta.json", meta)
     return meta
+
+
+def _train(job: Job, progress: bool) -> TextTokenizer:
+    settings = job.settings
+    assert settings.vocab_size is not None
+    specials = [settings.eos or END_OF_TEXT, *([BOS] if settings.bos else []), settings.pad]
+    names = list(dict.fromkeys(name for name in specials if name is not None))
+    tokenizer = train_bpe(training_texts(job.sources, progress), settings.vocab_size, names)
+    tokenizer = tokenizer.named(eos=names[0], pad=settings.pad)
+    _check_tokenizer(tokenizer, settings)
+    return tokenizer
+
+
+def _check_tokenizer(tokenizer: TextTokenizer, settings: Settings) -> None:
+    tokenizer.eos_id  # noqa: B018  # raises where there is none
+    if settings.bos and tokenizer.special_id("bos") is None:
+        raise ValueError(
+            f"--bos is given, but {tokenizer.source} has no bos token: leave it out, or take a "
+            "tokenizer that has one"
+        )
+    if settings.dtype == "uint16" and token_dtype(tokenizer.size) != "uint16":
+        raise ValueError(
+            f"--dtype is uint16, whose ids are below 65536, but {tokenizer.source} has vocab size "
+            f"{tokenizer.size}: leave --dtype out or give uint32"
+        )
+
+
+def _refuse_empty(job: Job, state: dict[str, Any], lowest: float) -> None:
+    documents = [state[split]["documents"] for split in SPLITS]
+    settings, (train, val) = job.settings, documents
+    if train and val:
+        return
+    if not train and not val:
+        left = ", ".join(f"{count:,} {reason}" for reason, count in state["left_out"].items())
+        raise ValueError(
+            f"{job.name}: 0 documents / 0 tokens{left and f' ({left})'}: name inputs that hold text"
+        )
+    if job.sources.val_fraction == 0:
+        remedy = "use a larger corpus"
+    elif settings.val_input:
+        remedy = "name inputs that hold text"
+    elif train + val == 1:
+        remedy = "validate on files given by --val_input, or cut it up by --split_documents"
+    elif val:
+        remedy = "give a smaller --val_fraction, or validate on files given by --val_input"
+    else:
+        share = math.ceil(lowest * 1000) / 1000
+        remedy = f"give --val_fraction {share} or more, or files for it by --val_input"
+    raise ValueError(
+        f"{job.name}: its {'val' if train else 'train'} part has 0 documents / 0 tokens, the other "
+        f"all {train + val:,}: {remedy}"
+    )
+
+
+def _publish(work: Work, output: Path, meta: dict[str, Any]) -> None:
+    files = [*meta["train"]["files"], *meta["val"]["files"]]
+    # An older set must not look whole while its files are being replaced.
+    (output / "meta.json").unlink(missing_ok=True)
+    for path in output.iterdir():
+        if TOKEN_FILE.fullmatch(path.name) and path.name.removesuffix(".max_id.json") not in files:
+            path.unlink()
+    sync_folder(output)
+    work.publish(output, [*FILES[1:4:2], *files, *FILES[4:]])
+
+
+def summary(meta: dict[str, Any], output: Path) -> list[str]:
+    """Lines on what was written and what was left out; a warning where that was a fault."""
+    lines = []
+    for split in SPLITS:
+        counts, files = meta[split], meta[split]["files"]
+        lines.append(
+            f"{output / files[0]}{f' … {files[-1]}' if files[1:] else ''}: "
+            f"{counts['tokens']:,} tokens, {counts['documents']:,} documents, "
+            f"{counts['eos']:,} EOS written, {counts['bytes']:,} bytes of text"
+        )
+    left = dict(meta["left_out"])
+    none = [(reason, left.pop(reason, 0)) for reason in (BLANK, EMPTY)]
+    if skipped := [f"{count:,} {reason}{'s' * (count > 1)}" for reason, count in none if count]:
+        lines.append(f"{' and '.join(skipped)} skipped")
+    if replaced := left.pop(REPLACED, 0):
+        lines.append(f"warning: {replaced:,} documents with invalid UTF-8, replaced by U+FFFD")
+    if left:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in left.items())
+        lines.append(f"warning: {sum(left.values()):,} left out: {reasons}")
+    return lines
 
 
 def is_validation(name: str) -> bool:
@@ -115,160 +340,3 @@ def is_validation(name: str) -> bool:
 def token_dtype(n_ids: int) -> str:
     """The narrowest type that holds the ids 0 … n_ids - 1."""
     return "uint16" if n_ids <= 1 << 16 else "uint32"
-
-
-def write_tokens(
-    texts: Iterable[str], tokenizer: TextTokenizer, path: Path, dtype: str
-) -> dict[str, int]:
-    """Write documents as one run of ids, each ended by the tokenizer's eos.
-
-    Memory does not grow with the number of documents.
-
-    Returns:
-        `tokens` written, `documents`, `eos` among the tokens, and UTF-8 `bytes` of the texts.
-
-    Raises:
-        ValueError: for a tokenizer without eos, or an id too large for the type.
-    """
-    eos = tokenizer.eos_id
-    counts = {"tokens": 0, "documents": 0, "eos": 0, "bytes": 0}
-    with path.open("wb") as file:
-        for batch in _batches(texts):
-            encoded = [[*ids, eos] for ids in tokenizer.encode_batch(batch)]
-            ids = np.fromiter(chain.from_iterable(encoded), dtype=np.int64)
-            file.write(narrow(ids, dtype, path).tobytes())
-            counts["tokens"] += ids.size
-            counts["documents"] += len(batch)
-            counts["eos"] += len(encoded)
-            counts["bytes"] += sum(len(text.encode("utf-8")) for text in batch)
-    return counts
-
-
-def narrow(ids: Int[np.ndarray, " N"], dtype: str, path: Path) -> UInt[np.ndarray, " N"]:
-    """The ids in the type of a token file.
-
-    Raises:
-        ValueError: for an id that the type would wrap into another one.
-    """
-    limit = np.iinfo(DTYPES[dtype]).max
-    if ids.size and ids.max() > limit:
-        raise ValueError(
-            f"{path}: id {ids.max()} does not fit {dtype}, whose ids are below {limit + 1}: "
-            "write uint32"
-        )
-    return ids.astype(DTYPES[dtype])
-
-
-def missing_files(folder: Path) -> list[str]:
-    """Names of the files that a prepared folder needs and this one lacks."""
-    return [name for name in FILES if not (folder / name).is_file()]
-
-
-def load_meta(folder: Path) -> dict[str, Any]:
-    """Read the `meta.json` of a prepared folder.
-
-    Raises:
-        ValueError: where it is missing, damaged, incomplete or of another format.
-    """
-    path = folder / "meta.json"
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: {AGAIN}")
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): {AGAIN}") from error
-    missing = _missing(meta, META_KEYS)
-    for split in ("train", "val") if not missing else ():
-        missing += [f"{split}.{key}" for key in _missing(meta[split], SPLIT_KEYS)]
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}: {AGAIN}")
-    lengths = meta["token_bytes"]
-    if not isinstance(lengths, list) or not all(type(length) is int for length in lengths):
-        raise ValueError(f"{path}: token_bytes is no list of whole numbers: {AGAIN}")
-    for split in ("train", "val"):
-        if type(tokens := meta[split]["tokens"]) is not int:
-            raise ValueError(f"{path}: {split}.tokens is {tokens!r}, no whole number: {AGAIN}")
-    rules = {"format": [FORMAT], "dtype": [*DTYPES], "byte_order": ["little"]}
-    for key, allowed in rules.items():
-        if meta[key] not in allowed:
-            raise ValueError(f"{path}: {key} is {meta[key]!r}, must be in {allowed}: {AGAIN}")
-    return meta
-
-
-def check_files(folder: Path, meta: dict[str, Any]) -> None:
-    """Compare the files of a prepared folder with its `meta.json`.
-
-    Raises:
-        ValueError: for a file that is missing or is not the one `meta.json` was written with.
-    """
-    if missing := missing_files(folder):
-        raise ValueError(f"{folder} lacks {', '.join(missing)}: {AGAIN}")
-    for split in ("train", "val"):
-        path, expected = folder / f"{split}.bin", meta[split]
-        open_token_file(path, meta["dtype"])  # says what is wrong with a file that reads as junk
-        n_bytes = expected["tokens"] * DTYPES[meta["dtype"]].itemsize
-        if (found := path.stat().st_size) != n_bytes:
-            raise ValueError(
-                f"{path} has {found} bytes, meta.json says {n_bytes} "
-                f"({expected['tokens']} tokens of {meta['dtype']}): {AGAIN}"
-            )
-        if content_fingerprint(path) != expected["fingerprint"]:
-            raise ValueError(f"{path} has other content than meta.json says: {AGAIN}")
-    path = folder / "tokenizer.json"
-    if TextTokenizer.load(path).fingerprint != meta["tokenizer_fingerprint"]:
-        raise ValueError(f"{path} is another tokenizer than meta.json says: {AGAIN}")
-
-
-def _texts(paths: list[Path], skipped: Counter[str], stage: str, progress: bool) -> Iterator[str]:
-    terminal = sys.stderr.isatty()
-    if progress and not terminal:
-        print(f"{stage}: {len(paths)} documents", file=sys.stderr, flush=True)
-    for path in tqdm(paths, stage, unit="doc", disable=not (progress and terminal)):
-        text = read_source(path)
-        if text:
-            yield text
-        else:
-            skipped["undecodable" if text is None else "empty"] += 1
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _publish(parts: dict[str, Path], output: Path) -> None:
-    for part in parts.values():
-        with part.open("r+b") as file:
-            os.fsync(file.fileno())
-    # An older set must not look whole while its files are being replaced.
-    (output / "meta.json").unlink(missing_ok=True)
-    for name in FILES:
-        os.replace(parts[name], output / name)
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        folder = os.open(output, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
-
-
-def _missing(found: Any, keys: set[str]) -> list[str]:
-    return sorted(keys - found.keys() if isinstance(found, dict) else keys)
-
-
-def _refuse_empty(corpus: str, split: str, n_documents: int) -> None:
-    if n_documents == 0:
-        raise ValueError(
-            f"corpus {corpus!r}: its {split} part has 0 documents / 0 tokens: use a larger corpus"
-        )

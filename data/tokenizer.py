@@ -1,22 +1,33 @@
-"""Text to token ids and back: train, load, measure and identify a tokenizer."""
+"""Text to token ids and back: load, measure and identify a tokenizer."""
 
 import hashlib
 import json
+import re
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders
 
-END_OF_TEXT = "<|endoftext|>"
-"""The document separator of the tokenizers we train; always id 0."""
+from data.specials import (
+    EOS_NAMES,
+    SPECIAL_NAMES,
+    declared_names,
+    read_text,
+    told_names,
+    with_told_names,
+)
 
-EOS_NAMES = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "[EOS]")
-"""Names of the end of a document; the first that a vocabulary has is taken."""
-
-MIN_VOCAB_SIZE = 257
-"""The 256 bytes and the document separator."""
+# Longer texts are encoded piece by piece.
+PIECE_CHARACTERS = 1 << 18
+# Tokens at a piece's end that what follows may change.
+UNSURE_TOKENS = 64
+# What in a pattern looks at letters that it does not take; spaces at an end are seen to.
+LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[bBAGKyYzZ]|\$|(?<![\[\\])\^")
+SPACES_AT_END = re.compile(r"\\s\+\+?(\(\?!\\S\)|\$|\\z)")
 
 
 class TextTokenizer:
@@ -35,39 +46,79 @@ class TextTokenizer:
         except Exception as error:  # the library raises nothing narrower
             what = f"{source} is not a tokenizer.json of the tokenizers library ({error})"
             raise ValueError(f"{what}: name another file or prepare the data again") from error
+        # It adds special tokens, which nobody asks for, and shifts offsets.
+        self._tokenizer.post_processor = None
         # Files saved for fine-tuning carry truncation and padding that would act in silence.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self._text, self.source = text, source
+        content = json.loads(text)
+        self._can_cut = _splits_from_left(content)
+        self._told = told_names(content)
         self.size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         """One more than the largest id."""
 
     @classmethod
     def load(cls, path: Path) -> "TextTokenizer":
-        """Read a `tokenizer.json`.
+        """Read a `tokenizer.json`, or a folder of the Hugging Face form that holds one.
+
+        A folder's `special_tokens_map.json` and `tokenizer_config.json` name eos, bos and pad.
 
         Raises:
             ValueError: where the file is missing or is no tokenizer.
         """
-        if not path.is_file():
-            raise ValueError(f"{path} does not exist: name a tokenizer.json or prepare the data")
-        return cls(path.read_text(encoding="utf-8"), str(path))
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise ValueError(f"{file} does not exist: name a tokenizer.json or prepare the data")
+        tokenizer = cls(read_text(file), str(file))
+        declared = declared_names(path) if path.is_dir() else {}
+        has = tokenizer._tokenizer.token_to_id
+        return tokenizer.named(**{k: n for k, n in declared.items() if has(n) is not None})
+
+    def named(self, **names: str | None) -> "TextTokenizer":
+        """The tokenizer that knows which of its tokens are `eos`, `bos` or `pad`.
+
+        Where they would not be found by their usual names, its file is another one: it lists them
+        as the tokens of a template that adds nothing, which other libraries read too.
+
+        Raises:
+            ValueError: for a name that is not in the vocabulary.
+        """
+        told = dict(self._told)
+        for kind, name in names.items():
+            token_id = None if name is None else self._tokenizer.token_to_id(name)
+            if name is not None and token_id is None:
+                raise ValueError(
+                    f"--{kind} is {name!r}, which is no token of {self.source}: name one that it "
+                    "has, or train a tokenizer that has it by --vocab_size"
+                )
+            if name is not None and self.special_id(kind) != token_id:
+                told[kind] = name
+        if told == self._told:
+            return self
+        ids = {name: self._tokenizer.token_to_id(name) for name in told.values()}
+        return type(self)(with_told_names(json.loads(self._text), told, ids), self.source)
+
+    def special_id(self, kind: str) -> int | None:
+        """The id of `eos`, `bos` or `pad`, if the vocabulary has one."""
+        names = [self._told[kind]] if kind in self._told else SPECIAL_NAMES[kind]
+        ids = map(self._tokenizer.token_to_id, names)
+        return next((token_id for token_id in ids if token_id is not None), None)
 
     @property
     def eos_id(self) -> int:
         """The id that ends a document.
 
         Raises:
-            ValueError: where the vocabulary has none of `EOS_NAMES`.
+            ValueError: where the vocabulary has none.
         """
-        for name in EOS_NAMES:
-            if (token_id := self._tokenizer.token_to_id(name)) is not None:
-                return token_id
-        raise ValueError(
-            f"{self.source} has no eos token: documents could not be told apart; "
-            f"add one of {', '.join(EOS_NAMES)}"
-        )
+        if (token_id := self.special_id("eos")) is None:
+            raise ValueError(
+                f"{self.source} has no eos token: documents could not be told apart; name one of "
+                f"its tokens by --eos or add one of {', '.join(EOS_NAMES)}"
+            )
+        return token_id
 
     @property
     def fingerprint(self) -> str:
@@ -79,10 +130,35 @@ class TextTokenizer:
         """The ids of the text alone, no special token added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """The ids of each text, on all cores."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        short = [text for text in texts if len(text) <= PIECE_CHARACTERS or not self._can_cut]
+        encodings = self._tokenizer.encode_batch_fast(short, add_special_tokens=False)
+        if len(short) == len(texts):
+            return [encoding.ids for encoding in encodings]
+        known = dict(zip(short, encodings, strict=True))
+        return [known[text].ids if text in known else self._encode_long(text) for text in texts]
+
+    def _encode_long(self, text: str) -> Sequence[int]:
+        # Piece by piece: an encoding takes over 100 bytes a character.
+        ids = array("I")
+        begin, size = 0, PIECE_CHARACTERS
+        while len(text) - begin > size:
+            encoding = self._tokenizer.encode(text[begin : begin + size], add_special_tokens=False)
+            for token in range(len(encoding) - UNSURE_TOKENS, 0, -1):
+                span = encoding.token_to_chars(token)
+                assert span is not None
+                start = begin + span[0]
+                new_word = encoding.token_to_word(token) != encoding.token_to_word(token - 1)
+                # Spaces at an end are one word, which they may not be inside a text.
+                if new_word and not text[start - 1].isspace():
+                    ids.fromlist(encoding.ids[:token])
+                    begin, size = start, PIECE_CHARACTERS
+                    break
+            else:
+                size *= 2
+        ids.fromlist(self.encode(text[begin:]))
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens spelled out."""
@@ -117,32 +193,24 @@ class TextTokenizer:
         return type(self), (self._text, self.source)
 
 
-def train_bpe(documents: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Learn a byte-level BPE vocabulary; the same documents give the same one.
-
-    A corpus too small for `vocab_size` merges gives a smaller vocabulary.
-
-    Raises:
-        ValueError: where `vocab_size` has no room for every byte and the separator.
-    """
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(
-            f"vocab_size is {vocab_size}: a byte-level tokenizer needs at least {MIN_VOCAB_SIZE} "
-            f"(256 bytes and {END_OF_TEXT})"
-        )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        show_progress=False,
-        special_tokens=[AddedToken(END_OF_TEXT, special=True, normalized=False)],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+def _splits_from_left(content: dict[str, Any]) -> bool:
+    """Whether a text may be cut where the pre-tokenizer cuts it, and nothing changes."""
+    added = content.get("added_tokens", [])
+    if content.get("normalizer") or not all(token["special"] for token in added):
+        return False
+    found = content.get("pre_tokenizer") or {}
+    parts = found["pretokenizers"] if found.get("type") == "Sequence" else [found]
+    kinds = [part.get("type") for part in parts]
+    if kinds[-1:] != ["ByteLevel"] or parts[-1]["add_prefix_space"]:
+        return False
+    if kinds == ["ByteLevel"]:
+        return parts[0].get("use_regex", True)
+    pattern = parts[0].get("pattern", {}).get("Regex")
+    isolated = kinds == ["Split", "ByteLevel"] and parts[0]["behavior"] == "Isolated"
+    simple = pattern and not LOOKS_AROUND.search(SPACES_AT_END.sub("", pattern))
+    return bool(
+        isolated and simple and not parts[0]["invert"] and not parts[1].get("use_regex", True)
     )
-    tokenizer.train_from_iterator(documents, trainer=trainer)
-    trained = TextTokenizer(tokenizer.to_str(pretty=True))
-    assert trained.size <= vocab_size
-    return trained
 
 
 def _written_bytes(token: str) -> int:

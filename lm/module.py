@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lm.flops import flops_per_token
+from lm.generate import generate
 from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step
 from lm.model import LM, ModelConfig, plain_keys
 from lm.optim import OptimConfig, build_optimizer, use_fused
@@ -29,6 +30,8 @@ class TokenSource(Protocol):
 
     token_bytes: Tensor | None
     """UTF-8 bytes of each token id (V,), for bits per byte."""
+    source_names: list[str]
+    """What the first validation loaders are of, where there are several sources."""
 
 
 def stream_seed(*values: int) -> int:
@@ -87,9 +90,11 @@ class LMModule(LightningModule):
         self.fused = False
         self.compiled = False
         self.token_bytes: Tensor | None = None
+        self.source_names: list[str] = []
         self.validation_figures: dict[str, float] = {}
         self.loss_step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = softmax_step
         self.grad_norm = self.grad_scale = torch.zeros(())
+        self.targets_seen = self._without_targets = torch.zeros(())
         self._step_figures: dict[str, Tensor | float] = {}
         self._window = self._totals = torch.zeros(0)
         self._divisor = 0
@@ -125,6 +130,7 @@ class LMModule(LightningModule):
         device = self.trainer.strategy.root_device.type
         source = cast(TokenSource | None, getattr(self.trainer, "datamodule", None))
         self.token_bytes = getattr(source, "token_bytes", None)
+        self.source_names = getattr(source, "source_names", [])
         if stage != "fit":
             return
         self.fused = use_fused(self.optim_config.fused, device, str(self.trainer.precision))
@@ -211,6 +217,8 @@ class LMModule(LightningModule):
         named = [(n, p) for n, p in self.net.named_parameters() if p.grad is not None]
         gradients = [cast(Tensor, p.grad) for _, p in named]
         total, targets = cast(Tensor, self.trainer.strategy.reduce(self._window, reduce_op="sum"))
+        self.targets_seen = self.targets_seen + targets
+        self._without_targets = self._without_targets + (targets == 0)
         # Undo what the backward passes divided by (DDP adds the world size) and divide rightly.
         scale = (self._divisor * self.trainer.world_size / targets.clamp(min=1)).float()
         norm = torch.nn.utils.get_total_norm(gradients) * scale
@@ -262,6 +270,8 @@ class LMModule(LightningModule):
         figures = {name: float(value) for name, value in self._step_figures.items()}
         if skipped := int(self._skipped[1]):
             figures["optim/skipped_steps"] = skipped
+        if empty := int(self._without_targets):
+            figures["optim/steps_without_targets"] = empty
         return figures
 
     # Validation
@@ -286,17 +296,54 @@ class LMModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         totals = cast(Tensor, self.trainer.strategy.reduce(self._totals, reduce_op="sum")).tolist()
-        loss, targets, n_bytes = totals[0]
-        mean = loss / max(targets, 1)
+        sources = totals[: max(len(self.source_names), 1)]
+        loss, targets, n_bytes = map(sum, zip(*sources, strict=True))
+        # Without a target there is no mean: infinite, so that it is never taken for the best.
+        mean = loss / targets if targets else math.inf
         figures = {"val/loss": mean, "val/perplexity": math.exp(min(mean, 700))}
+        for name, (total, count, _) in zip(self.source_names, sources, strict=False):
+            if count:
+                figures[f"val/loss/{name}"] = total / count
         if n_bytes:
             # Losses of all targets, ends of documents too, over the bytes of the text alone.
             figures["val/bits_per_byte"] = loss / math.log(2) / n_bytes
-        if len(totals) > 1:
-            figures["train/eval_loss"] = totals[1][0] / max(totals[1][1], 1)
+        for total, count, _ in totals[len(sources) :]:
+            figures["train/eval_loss"] = total / max(count, 1)
         self.validation_figures = figures
         # For callbacks that watch a metric, such as early stopping; loggers get them elsewhere.
         self.log_dict(figures, logger=False)
+
+    # Sampling
+
+    def continue_ids(
+        self,
+        ids: list[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        eos_id: int | None,
+        n_tokens: int,
+    ) -> list[int]:
+        """Ids that the model writes after others, by draws that depend on the seed alone."""
+        trunk = self.net.model
+        # Lengths change with every token, and each would be compiled for.
+        compiled = vars(trunk).pop("decode", None)
+        try:
+            new = generate(
+                self.net,
+                ids,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=None,
+                top_p=None,
+                seed=self.seed,
+                eos_id=eos_id,
+                n_tokens=n_tokens,
+            )
+            return list(new)
+        finally:
+            if compiled is not None:
+                trunk.decode = compiled
 
     # Checkpoints
 

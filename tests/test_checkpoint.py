@@ -627,6 +627,46 @@ def test_later_save_makes_up_for_a_failed_one(tmp_path):
     assert trainer.kept == [2]
 
 
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 400 kB, which holds two checkpoints, mounted for the test."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_run_on_a_full_disk_keeps_its_checkpoints_trains_to_its_end_and_reports_it(
+    disk, run_yaml, lightning
+):
+    root = disk / "run"
+    every_step = {"checkpoint.every_n_steps": 1, "trainer.default_root_dir": str(root)}
+    code, _, err = lightning("fit", "--config", run_yaml(every_step))
+    assert (code, "Traceback" in err) == (1, False)
+    assert "step 6/6 · loss" in err
+    last = root / "checkpoints" / "step-00000006.ckpt"
+    assert err.splitlines()[-1].startswith(
+        f"error: the last checkpoint could not be written: {last}: [Errno 28] No space left"
+    )
+    assert [(step, damage(path)) for step, path in checkpoints(root)] == [(2, None), (1, None)]
+    assert len(list(last.parent.iterdir())) == 2
+
+
+@pytest.mark.parametrize(("name", "refused"), [("run", "run/.lock"), ("new", "new")])
+def test_run_on_a_read_only_disk_is_refused_in_one_line(disk, run_yaml, lightning, name, refused):
+    two_files = {"checkpoint.every_n_steps": 3, "trainer.default_root_dir": str(disk / "run")}
+    config = run_yaml(two_files)
+    assert lightning("fit", "--config", config)[0] == 0
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    longer = ["--trainer.max_steps", 8, "--trainer.default_root_dir", disk / name]
+    code, _, err = lightning("fit", "--config", config, *longer)
+    assert (code, err) == (1, f"error: [Errno 30] Read-only file system: '{disk / refused}'\n")
+    assert damage(disk / "run" / "checkpoints" / "step-00000006.ckpt") is None
+
+
 @pytest.mark.slow
 def test_run_under_a_file_size_limit_trains_to_its_end_and_reports_it(run_yaml, tmp_path):
     config = run_yaml({"checkpoint.every_n_steps": 5, "model.config.d_model": 64})
@@ -820,6 +860,18 @@ def test_finished_run_can_be_lengthened(run_yaml, lightning, interval):
     assert code == 0, err
     assert "step 7/8 · loss" in err
     assert "step 8/8 · loss" in err
+
+
+def test_moved_run_folder_is_resumed_where_it_is_now(run_yaml, lightning, tmp_path):
+    config = run_yaml()
+    assert lightning("fit", "--config", config)[0] == 0
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    longer = ["--trainer.max_steps", 8, "--trainer.default_root_dir", moved]
+    code, _, err = lightning("fit", "--config", config, *longer)
+    assert code == 0, err
+    assert f"resuming from {moved}/checkpoints/step-00000006.ckpt at step 6\n" in err
+    assert checkpoints(moved)[0] == (8, moved / "checkpoints" / "step-00000008.ckpt")
+    assert not (tmp_path / "run").exists()
 
 
 # Random states

@@ -1,5 +1,10 @@
 """The command line: what it refuses, how it says so, and what it prints."""
 
+import errno
+import os
+import re
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,6 +12,7 @@ from conftest import Lightning, RunYaml
 
 import cli
 from callbacks.config import load_yaml, whole_number
+from callbacks.ddp import check_port
 from callbacks.trainer import has_bf16
 
 
@@ -217,6 +223,84 @@ def test_value_against_a_rule_is_refused_before_any_work(
     assert not (tmp_path / "run" / "metrics.csv").exists()
 
 
+# Port of several processes
+
+
+@pytest.fixture
+def busy_port() -> Iterator[str]:
+    """A port of this machine that another program listens on."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        yield str(listener.getsockname()[1])
+
+
+def test_busy_port_is_refused_for_several_processes_before_any_work(
+    lightning: Lightning,
+    run_yaml: RunYaml,
+    busy_port: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+):
+    monkeypatch.setenv("MASTER_PORT", busy_port)
+    line = refusal(lightning, "fit", "--config", run_yaml({"trainer.devices": 2}))
+    reason = OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    assert line == (
+        f"error: MASTER_PORT is {busy_port}, where the processes of this run cannot meet "
+        f"({reason}); unset it, and a free port is taken, or give another"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("port", "reason"),
+    [
+        ("soon", "invalid literal for int() with base 10: 'soon'"),
+        ("70000", "bind(): port must be 0-65535."),
+    ],
+)
+def test_port_that_is_none_is_refused(port: str, reason: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(ValueError, match="MASTER_PORT") as refused:
+        check_port()
+    assert str(refused.value) == (
+        f"MASTER_PORT is {port}, where the processes of this run cannot meet ({reason}); unset "
+        "it, and a free port is taken, or give another"
+    )
+
+
+@pytest.mark.parametrize("overrides", [{}, {"trainer.devices": "auto"}], ids=str)
+def test_one_process_needs_no_port(
+    lightning: Lightning,
+    run_yaml: RunYaml,
+    busy_port: str,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: dict,
+):
+    monkeypatch.setenv("MASTER_PORT", busy_port)
+    code, _, err = lightning("fit", "--config", run_yaml(overrides))
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("port", [None, "0"])
+def test_port_that_is_free_or_not_given_is_accepted(
+    port: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    if port is not None:
+        monkeypatch.setenv("MASTER_PORT", port)
+    check_port()
+
+
+@pytest.mark.parametrize("variable", ["LOCAL_RANK", "SLURM_PROCID"])
+def test_port_that_the_first_process_listens_on_is_no_mistake_of_the_second(
+    variable: str, busy_port: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MASTER_PORT", busy_port)
+    monkeypatch.setenv(variable, "1")
+    check_port()
+
+
 def test_section_without_keys_is_no_section():
     text = "checkpoint:\nmodel:\n  optim:\n  compile: false\nckpt_path:\n"
     assert load_yaml(text) == {"model": {"compile": False}, "ckpt_path": None}
@@ -277,7 +361,10 @@ def test_run_prints_its_steps_and_leaves_its_folder(
 def test_run_says_what_it_is_before_its_first_step(lightning: Lightning, run_yaml: RunYaml):
     overrides = {"trainer.precision": "auto", "trainer.accumulate_grad_batches": 3}
     _, _, err = lightning("fit", "--config", run_yaml(overrides))
-    parameters, batch, *_ = err.splitlines()
+    data, parameters, batch, *_ = err.splitlines()
+    assert re.fullmatch(
+        r"data: .*/train\.bin \(uint16\): 7,219 tokens in 451 windows of 16 .*", data
+    )
     # 320 × 16 embedded; a layer has 4 × 16 × 16 in attention, 3 × 16 × 24 in its MLP, 2 norms.
     assert parameters == (
         "9,552 parameters: 9,472 in 15 tensors with weight decay 0.1, "

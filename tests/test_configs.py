@@ -42,6 +42,20 @@ def test_base_has_the_published_size():
     assert sum(p.numel() for p in model.parameters()) == 502_193_664
 
 
+def test_jsonl_has_the_published_values():
+    content = load_yaml((ROOT / "configs" / "jsonl.yaml").read_text(encoding="utf-8"))
+    import torch
+
+    with torch.device("meta"):
+        model = LM(ModelConfig(**content["model"]["config"], max_seq_len=339))
+    assert sum(p.numel() for p in model.parameters()) == 63_910_656
+    optim, data, trainer = content["model"]["optim"], content["data"], content["trainer"]
+    assert (optim["lr"], optim["warmup"]) == (5e-4, 0)
+    assert (data["epochs"], data["micro_batch_size"], data["seq_len"] + 1) == (2, 32, 340)
+    assert (trainer["accumulate_grad_batches"], trainer["gradient_clip_val"]) == (8, 1.0)
+    assert (content["checkpoint"]["every_n_steps"], trainer["log_every_n_steps"]) == (1000, 100)
+
+
 def test_base_never_makes_up_its_corpus():
     content = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text(encoding="utf-8"))
     assert "corpus" not in content["data"]

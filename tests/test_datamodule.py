@@ -14,7 +14,8 @@ import pytest
 import torch
 from conftest import Lightning, RunYaml
 
-from data.datamodule import LMDataModule, StepBatches
+from data.datamodule import LMDataModule
+from data.loader import StepBatches
 from data.memmap import content_fingerprint
 
 SEQ_LEN = 16
@@ -66,14 +67,14 @@ def windows_folder(corpus: Path, tmp_path: Path):
     return make
 
 
-def open_data(folder: Path, trainer: StubTrainer, **options: Any) -> LMDataModule:
+def open_data(folder: Path | None, trainer: StubTrainer, **options: Any) -> LMDataModule:
     defaults: dict[str, Any] = {
         "seq_len": SEQ_LEN,
         "micro_batch_size": 2,
         "vocab_size": 300,
         "seed": 3,
     }
-    data = LMDataModule(path=str(folder), **(defaults | options))
+    data = LMDataModule(path=None if folder is None else str(folder), **(defaults | options))
     data.trainer = trainer  # pyright: ignore[reportAttributeAccessIssue]
     data.setup("fit")
     trainer.max_steps = trainer.steps
@@ -311,6 +312,6 @@ def test_changed_data_is_refused_on_resume_and_can_be_allowed(
 def test_spread_of_a_shuffle_is_even(windows_folder):
     # A mean distance of neighbours near n / 3 is that of a random order.
     data = open_data(windows_folder(16 * 300 + 1), StubTrainer(max_steps=150))
-    places = [s // SEQ_LEN for s in data.train_windows.starts(range(300))]
+    places = data.train_samples.places(np.arange(300)).tolist()
     distances = [abs(a - b) for a, b in pairwise(places)]
     assert 80 < sum(distances) / len(distances) < 120

@@ -1,8 +1,11 @@
 """Several processes on one machine: as exact as one."""
 
+import contextlib
 import csv
+import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +15,20 @@ import pytest
 import torch
 from conftest import RunYaml
 
+from callbacks.checkpoint import damage, read_checkpoint
 from callbacks.drill import compare, rows
+from data.prepare import load_meta
 
+ROOT = Path(__file__).parent.parent
 PROGRAM = Path(sys.executable).with_name("lightning")
+TORCHRUN = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node", "2", "-m", "cli"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 STEPS = 8
+ENDLESS = {
+    "trainer.max_steps": 10**6,
+    "trainer.val_check_interval": 10**6,
+    "checkpoint.every_n_steps": 10**6,
+}
 pytestmark = pytest.mark.slow  # each start of three processes takes ten seconds
 
 
@@ -37,11 +49,32 @@ def config(run_yaml: RunYaml, root: Path, ranks: int, **overrides: Any) -> Path:
     )
 
 
-def fit(path: Path) -> subprocess.CompletedProcess:
-    command = [PROGRAM, "fit", "--config", path]
+def fit(path: Path, *program: Any, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+        [*(program or [PROGRAM]), "fit", "--config", path],
+        cwd=ROOT,
+        env=ENVIRONMENT | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
+
+
+def started(path: Path, *program: Any, **variables: str) -> subprocess.Popen:
+    """A run in a process group of its own."""
+    return subprocess.Popen(
+        [*(program or [PROGRAM]), "fit", "--config", path],
+        cwd=ROOT,
+        env=ENVIRONMENT | variables,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_a_step(run: subprocess.Popen) -> None:
+    assert any(line.startswith("step ") for line in run.stderr or ())
 
 
 def train(run_yaml: RunYaml, root: Path, ranks: int, **overrides: Any) -> str:
@@ -106,17 +139,11 @@ def test_mistake_is_told_once_and_ends_all_processes(run_yaml: RunYaml, tmp_path
 def test_signal_to_any_process_saves_and_ends_all(
     run_yaml: RunYaml, tmp_path: Path, number: signal.Signals, code: int, whom: str
 ):
-    endless = {"trainer.max_steps": 10**6, "checkpoint.every_n_steps": 10**6}
-    path = config(run_yaml, tmp_path / "run", 2, **endless)
-    command = [PROGRAM, "fit", "--config", path]
-    with subprocess.Popen(
-        command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as run:
-        assert run.stderr is not None
-        assert any(line.startswith("step ") for line in run.stderr)
+    with started(config(run_yaml, tmp_path / "run", 2, **ENDLESS)) as run:
+        wait_for_a_step(run)
         send(run.pid, number, whom)
-        rest = run.stderr.read()
-        assert run.wait(60) == code, rest
+        _, rest = run.communicate(timeout=60)
+    assert run.returncode == code, rest
     assert f"{number.name}: saved at step" in rest
     [saved] = (tmp_path / "run" / "checkpoints").iterdir()
     assert torch.load(saved, weights_only=True)["global_step"] > 0
@@ -134,12 +161,115 @@ def send(pid: int, number: signal.Signals, whom: str) -> None:
 
 
 def test_children_die_with_a_first_process_that_is_killed(run_yaml: RunYaml, tmp_path: Path):
-    path = config(run_yaml, tmp_path / "run", 2, **{"trainer.max_steps": 10**6})
-    with subprocess.Popen(
-        [PROGRAM, "fit", "--config", path], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-    ) as run:
-        assert run.stderr is not None
-        assert any(line.startswith("step ") for line in run.stderr)
+    with started(config(run_yaml, tmp_path / "run", 2, **{"trainer.max_steps": 10**6})) as run:
+        wait_for_a_step(run)
         run.kill()
         # Its children hold the other ends of this pipe: it ends when the last of them is gone.
-        run.stderr.read()
+        run.communicate(timeout=60)
+
+
+# Ways to start
+
+
+@pytest.mark.parametrize(
+    "program", [[sys.executable, "-m", "cli"], TORCHRUN], ids=["python", "torchrun"]
+)
+def test_every_way_to_start_ends_with_the_same_bits(
+    run_yaml: RunYaml, tmp_path: Path, program: list
+):
+    train(run_yaml, tmp_path / "script", 2)
+    result = fit(config(run_yaml, tmp_path / "other", 2), *program)
+    assert result.returncode == 0, result.stderr
+    assert compare(tmp_path / "script", tmp_path / "other") == []
+
+
+def test_sigterm_to_torchrun_saves(run_yaml: RunYaml, tmp_path: Path):
+    with started(config(run_yaml, tmp_path / "run", 2, **ENDLESS), *TORCHRUN) as run:
+        wait_for_a_step(run)
+        run.terminate()
+        _, rest = run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert "SIGTERM: saved at step" in rest
+    [saved] = (tmp_path / "run" / "checkpoints").iterdir()
+    assert damage(saved) is None
+
+
+def test_two_runs_at_once_do_not_meet(run_yaml: RunYaml, tmp_path: Path):
+    names = ("one", "other")
+    with contextlib.ExitStack() as stack:
+        paths = [config(run_yaml, tmp_path / name, 2) for name in names]
+        runs = [stack.enter_context(started(path)) for path in paths]
+        errors = [run.communicate(timeout=120)[1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], errors
+    assert compare(tmp_path / "one", tmp_path / "other") == []
+
+
+def test_busy_port_is_refused(run_yaml: RunYaml, tmp_path: Path):
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        result = fit(config(run_yaml, tmp_path / "run", 2), MASTER_PORT=port)
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
+    assert result.stderr.startswith(f"error: MASTER_PORT is {port}, where the processes")
+
+
+def slurm(rank: int) -> dict[str, str]:
+    """What srun tells one of two processes on one machine."""
+    return {
+        "SLURM_JOB_ID": str(os.getpid()),  # becomes the port
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NNODES": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "localhost",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+    }
+
+
+def test_processes_of_slurm_train_together_and_save_at_its_signal(
+    run_yaml: RunYaml, tmp_path: Path
+):
+    path = config(run_yaml, tmp_path / "run", 2, **ENDLESS)
+    with started(path, **slurm(0)) as first, started(path, **slurm(1)) as second:
+        wait_for_a_step(first)
+        for run in (first, second):
+            run.send_signal(signal.SIGUSR1)
+        _, told = first.communicate(timeout=60)
+        _, nothing = second.communicate(timeout=60)
+    assert (first.returncode, second.returncode, nothing) == (143, 0, "")
+    assert "SIGUSR1: saved at step" in told
+    [saved] = (tmp_path / "run" / "checkpoints").iterdir()
+    assert read_checkpoint(saved)["contract"]["trainer.world_size"] == 2
+
+
+# Lengths that ranks do not divide
+
+
+def test_epoch_of_odd_length_is_trained_by_two_ranks_as_by_one(
+    run_yaml: RunYaml, corpus: Path, tmp_path: Path
+):
+    seq_len, each = 23, 4
+    windows = (load_meta(corpus)["train"]["tokens"] - 1) // seq_len
+    assert windows % each == 1  # all of the last step is one row of the first rank
+    epoch = {"trainer.max_steps": ..., "data.epochs": 1, "data.seq_len": seq_len}
+    train(run_yaml, tmp_path / "two", 2, **epoch)
+    train(run_yaml, tmp_path / "one", 1, **epoch, **{"trainer.accumulate_grad_batches": 2})
+    two, one = ([float(row["train/loss"]) for row in rows(tmp_path / n)] for n in ("two", "one"))
+    assert len(two) == math.ceil(windows / each)
+    assert two == pytest.approx(one, rel=1e-4)
+
+
+def test_fewer_validation_windows_than_ranks_give_the_loss_of_one_rank(
+    run_yaml: RunYaml, tmp_path: Path
+):
+    single = {"trainer.limit_val_batches": 1, "data.micro_batch_size": 1}
+    train(run_yaml, tmp_path / "three", 3, **single)
+    train(run_yaml, tmp_path / "one", 1, **single, **{"trainer.accumulate_grad_batches": 3})
+    three, one = (
+        [float(row["val/loss"]) for row in rows(tmp_path / name) if row["val/loss"]]
+        for name in ("three", "one")
+    )
+    assert (len(three), three) == (2, pytest.approx(one, rel=1e-5))

@@ -1,14 +1,25 @@
 """The fire drill: what it finds, what it covers, and that runs pass it."""
 
+import os
 import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import Lightning, RunYaml
 
-from callbacks.drill import differences, plan_kills
-from callbacks.moments import MOMENTS
+from callbacks import drill, moments
+from callbacks.checkpoint import newest_whole
+from callbacks.drill import Outcome, Start, compare, differences, other_split, plan_kills
+from callbacks.moments import MOMENTS, VARIABLE
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def found(one: object, other: object) -> list[tuple[str, int]]:
@@ -41,6 +52,69 @@ def test_every_kind_of_difference_is_found(one: object, other: object, where: st
     assert [place for place, bits in found(one, other) if bits > 0] == [where]
 
 
+def test_compared_are_the_figures_and_the_weights_of_two_runs(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    one, other = tmp_path / "run", tmp_path / "other"
+    lightning("fit", "--config", run_yaml())
+    shutil.copytree(one, other)
+    assert compare(one, other) == []
+    path = newest_whole(other, print)
+    checkpoint = torch.load(path, weights_only=True)
+    name, weight = next(iter(checkpoint["state_dict"].items()))
+    weight.view(torch.int32)[1, 2] ^= 5
+    torch.save(checkpoint, path)
+    figures = other / "metrics.csv"
+    figures.write_text(re.sub(r"(?m)^4,([^,]*)", "4,9.5", figures.read_text(encoding="utf-8")))
+    [(row, one_bit), *weights] = compare(one, other)
+    assert re.fullmatch(r"step 4 train/loss: 5\.\d+ and 9\.5", row)
+    assert (one_bit, weights) == (1, [(f"state_dict.{name}", 2)])
+
+
+# Moments
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("before fsync:1", [0]),
+        ("before fsync:3", [4]),
+        ("before fsync:1:after a save", [4]),
+        ("before fsync:2:after a save", [6]),
+        ("before retention:1:after a save", [2]),
+        ("during validation:1:after a save", [3]),
+        ("start-up:1", []),
+    ],
+)
+def test_kill_comes_at_the_nth_time_from_the_first_save_where_asked(
+    monkeypatch: pytest.MonkeyPatch, asked: str, expected: list[int]
+):
+    passed, kills = list[str](), list[int]()
+    monkeypatch.setattr(os, "kill", lambda *_: kills.append(len(passed)))
+    monkeypatch.setattr(moments, "_reached", Counter())
+    monkeypatch.setattr(moments, "_saved", threading.Event())
+    monkeypatch.setenv(VARIABLE, asked)
+    fsync, saved, validation = "before fsync", "before retention", "during validation"
+    for moment in (fsync, fsync, saved, validation, fsync, saved, fsync):
+        moments.reach(moment)
+        passed.append(moment)
+    assert kills == expected
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_first_process_alone_is_killed(monkeypatch: pytest.MonkeyPatch, rank: str):
+    kills: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: kills.append(pid))
+    monkeypatch.setattr(moments, "_reached", Counter())
+    monkeypatch.setenv(VARIABLE, "start-up:1")
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    moments.reach("start-up")
+    assert kills == [os.getpid()] * (rank == "0")
+
+
+# What a drill does
+
+
 def test_drill_covers_every_moment_in_turn_and_random_times():
     plan = plan_kills(8, random.Random(0), accumulates=True, validates=True)
     assert {moment.split(":")[0] for moment in plan} == {*MOMENTS, "random"}
@@ -50,6 +124,89 @@ def test_moment_that_the_run_does_not_have_is_not_planned():
     plan = plan_kills(20, random.Random(0), accumulates=False, validates=False)
     moments = {moment.split(":")[0] for moment in plan}
     assert moments == {*MOMENTS, "random"} - {"inside accumulation", "during validation"}
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+@pytest.mark.parametrize("validates", [True, False])
+def test_each_moment_is_planned_with_and_without_a_save_before_it(
+    accumulates: bool, validates: bool
+):
+    ways: dict[str, set[bool]] = {}
+    for planned in plan_kills(16, random.Random(0), accumulates, validates):
+        ways.setdefault(planned.split(":")[0], set()).add(planned.endswith(":after a save"))
+    assert (ways.pop("start-up"), ways.pop("random")) == ({False}, {False})
+    assert ways == {name: {False, True} for name in ways}
+
+
+@pytest.mark.parametrize(
+    ("split", "other"),
+    [
+        ((2, 3, 1), (6, 1, 1)),
+        ((8, 2, 4), (8, 8, 1)),
+        ((6, 1, 1), (3, 2, 1)),
+        ((3, 1, 1), (1, 3, 1)),
+    ],
+)
+def test_other_split_has_as_many_sequences(
+    split: tuple[int, int, int], other: tuple[int, int, int]
+):
+    assert other_split(*split) == other
+
+
+def test_step_of_one_sequence_has_no_other_split():
+    with pytest.raises(ValueError, match="--elastic") as refusal:
+        other_split(1, 1, 1)
+    assert str(refusal.value) == (
+        "--elastic: a step of one sequence has no other split; enlarge the batch"
+    )
+
+
+def test_drill_that_finds_a_difference_names_it_and_fails(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    starts = [
+        Start(moment="before fsync:2", code=-9, resumed_from="step 0", last_step="4"),
+        Start(moment="", code=0, resumed_from="step 2", last_step="6"),
+    ]
+    found = [("step 3 val/loss: 1.5 and 2.5", 1), ("state", 6)]
+    monkeypatch.setattr(drill, "drill", lambda *_: Outcome(starts=starts, found=found))
+    code, out, err = lightning("drill", "--config", run_yaml(), "--elastic")
+    assert out.splitlines()[-3:] == [
+        "differs: step 3 val/loss: 1.5 and 2.5: 1 bits",
+        "differs: state: 6 bits",
+        "drill: 1 kills, 7 differing bits",
+    ]
+    last = f"error: the runs differ in 2 places; they are in {tmp_path / 'run-drill'}\n"
+    assert (code, err) == (1, last)
+
+
+@pytest.mark.slow
+def test_run_that_ends_before_the_last_kill_is_begun_anew(
+    lightning: Lightning, run_yaml: RunYaml, monkeypatch: pytest.MonkeyPatch
+):
+    # After the sixth save nothing is left in which the second kill could fall.
+    plan = ["before retention:6", "during validation:2"]
+    monkeypatch.setattr(drill, "plan_kills", lambda *_, **__: list(plan))
+    code, out, err = lightning("drill", "--config", run_yaml(), "--steps", 6, "--kills", 2)
+    assert code == 0, err
+    assert out.count("ran to its end") == 2
+    assert out.splitlines()[-1] == "drill: 2 kills, 0 differing bits"
+
+
+@pytest.mark.slow
+def test_run_goes_on_under_another_split_with_the_same_samples(
+    lightning: Lightning, run_yaml: RunYaml
+):
+    config = run_yaml({"trainer.accumulate_grad_batches": 3})
+    code, out, err = lightning("drill", "--config", config, "--kills", 1, "--elastic")
+    assert code == 0, err
+    told, last = out.splitlines()[-2:]
+    assert re.fullmatch(
+        r"elastic: 2 × 3 × 1 until step \d, then 6 × 1 × 1 \(micro-batch × accumulate × devices\): "
+        r"the same samples in 6 of 6 steps, losses within \de-\d+ of each other",
+        told,
+    )
+    assert last == "drill: 1 kills, 0 differing bits"
 
 
 @pytest.mark.slow
@@ -72,6 +229,25 @@ def test_number_of_kills_must_be_one(lightning: Lightning, run_yaml: RunYaml):
     code, _, err = lightning("drill", "--config", run_yaml(), "--kills", 0)
     assert code == 2
     assert err == "error: --kills is 0: must be at least 1\n"
+
+
+def test_drill_of_too_few_steps_is_refused(lightning: Lightning, run_yaml: RunYaml):
+    code, _, err = lightning("drill", "--config", run_yaml(), "--steps", 3)
+    assert code == 2
+    assert err == "error: --steps is 3: must be at least 6, to save and validate\n"
+
+
+@pytest.mark.slow
+def test_kill_matrix_in_short_finds_no_differing_bit():
+    script = ROOT / "benchmarks" / "kill_matrix.py"
+    cells = ["--ranks", "1", "4", "--accumulate", "3", "--workers", "2", "--kills", "7"]
+    run = subprocess.run(
+        [sys.executable, script, *cells], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = re.search(r"(\d+) kills, 0 differing bits, 0 runs that could not go on", run.stdout)
+    assert found
+    assert int(found[1]) >= 12
 
 
 # lightning verify

@@ -1,11 +1,17 @@
-"""Parameters and FLOPs in closed form, and the share of a device's peak."""
+"""Parameters, FLOPs and memory in closed form, and the share of a device's peak."""
+
+import itertools
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from callbacks.peak_flops import measured_peak_flops, peak_flops
 from callbacks.throughput import Throughput, mfu
-from lm.flops import flops_per_token, parameters
+from lm.flops import activation_bytes, flops_per_token, parameters
+from lm.loss import CHUNK_ROWS, cross_entropy_sum
 from lm.model import LM, ModelConfig
 
 BASE = ModelConfig(
@@ -37,6 +43,79 @@ def test_untied_head_costs_what_a_tied_one_does():
     tied = ModelConfig(tie_embeddings=True)
     untied = ModelConfig(tie_embeddings=False)
     assert flops_per_token(tied, 512) == flops_per_token(untied, 512)
+
+
+# Micro-batches with fewer and with more rows than a chunk of logits.
+SHAPES = [
+    (ODD, 2, 9),
+    (ModelConfig(
+        vocab_size=300, d_model=24, n_layers=1, n_heads=4, ffn_dim=70, max_seq_len=50
+    ), 5, 33),
+    (ModelConfig(
+        vocab_size=77, d_model=32, n_layers=5, n_heads=8, n_kv_heads=2, head_dim=6, ffn_dim=48,
+        max_seq_len=40, dropout=0.1,
+    ), 3, 40),
+    (ModelConfig(
+        vocab_size=500, d_model=64, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=200,
+        max_seq_len=700,
+    ), 3, 700),
+]  # fmt: skip
+
+
+def forward(model: LM, batch: int, length: int, mixed: bool) -> Tensor:
+    """Loss on ids that are all 0."""
+    ids = torch.zeros(batch, length, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        return cross_entropy_sum(model.model(ids), model.head_weight, ids)
+
+
+def kept_bytes(model: LM, batch: int, length: int, mixed: bool) -> int:
+    """Bytes of all storages that autograd keeps for the backward pass, parameters left out."""
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        return kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = forward(model, batch, length, mixed)
+    assert loss.requires_grad  # and so all that it keeps is still there
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return sum(kept[place].untyped_storage().nbytes() for place in kept.keys() - own)
+
+
+def most_bytes(model: LM, batch: int, length: int, mixed: bool) -> int:
+    """Most bytes that the allocator ever held in a forward pass, parameters left out."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+        forward(model, batch, length, mixed)
+    events: Any = cast(Any, profile.profiler).kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    held = itertools.accumulate(event.nbytes() for event in changes)
+    return model.model.rotary.nbytes + max(held)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("config", "batch", "length"), SHAPES)
+def test_activations_are_what_autograd_keeps(
+    config: ModelConfig, batch: int, length: int, mixed: bool
+):
+    parts = activation_bytes(config, batch, length, mixed=mixed)
+    kept = sum(parts.values()) - parts["logits"]
+    assert kept == pytest.approx(kept_bytes(LM(config), batch, length, mixed), rel=0.001)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("config", "batch", "length"), SHAPES)
+def test_activations_are_the_most_a_forward_pass_holds(
+    config: ModelConfig, batch: int, length: int, mixed: bool
+):
+    estimate = sum(activation_bytes(config, batch, length, mixed=mixed).values())
+    assert estimate == pytest.approx(most_bytes(LM(config), batch, length, mixed), rel=0.01)
+
+
+def test_shapes_have_more_and_fewer_rows_than_a_chunk():
+    assert {batch * length > CHUNK_ROWS for _, batch, length in SHAPES} == {False, True}
 
 
 @pytest.mark.parametrize(

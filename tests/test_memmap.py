@@ -1,14 +1,20 @@
+"""Token files as they lie on disk: what is read, and what is refused."""
+
 import json
 import pickle
+from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.data import DataLoader, default_convert
 
 from data import memmap
-from data.memmap import Windows, check_token_range, content_fingerprint, open_token_file
-from data.order import step_samples
+from data.memmap import (
+    TokenFile,
+    TokenStream,
+    check_token_range,
+    content_fingerprint,
+    open_token_file,
+)
 
 
 def _file(folder, ids, dtype="<u2", name="t.bin"):
@@ -21,37 +27,17 @@ def _cycle(folder, n, vocab):
     return _file(folder, np.arange(n) % vocab)
 
 
-def _anonymous_mb():
-    with open("/proc/self/status", encoding="utf-8") as status:
-        return int(status.read().split("RssAnon:")[1].split()[0]) / 1024
-
-
-def _batches(windows, workers):
-    batches = [
-        step_samples(step, 0, 0, micro_batch_size=3, accumulate=1, world_size=1).tolist()
-        for step in range(5)
-    ]
-    loader = DataLoader(
-        windows,
-        batch_sampler=batches,
-        num_workers=workers,
-        collate_fn=default_convert,
-        multiprocessing_context="spawn" if workers else None,
-    )
-    return torch.stack([batch["input_ids"] for batch in loader])
-
-
 @pytest.mark.parametrize(("dtype", "item"), [("uint16", "<u2"), ("uint32", "<u4")])
 def test_tokens_are_the_ids_that_were_written(tmp_path, dtype, item):
     file = open_token_file(_file(tmp_path, [5, 300, 7], item), dtype)
-    assert (file.n_tokens, file.tokens.tolist()) == (3, [5, 300, 7])
+    assert (file.n_tokens, file.map().tolist()) == (3, [5, 300, 7])
     assert file.dtype == np.dtype(item)
 
 
 def test_tokens_cannot_be_written_to(tmp_path):
     file = open_token_file(_cycle(tmp_path, 9, 5))
     with pytest.raises(ValueError, match="read-only"):
-        file.tokens[0] = 1
+        file.map()[0] = 1
 
 
 def test_missing_file_is_refused(tmp_path):
@@ -95,8 +81,9 @@ def test_wide_ids_named_narrow_are_refused(tmp_path):
         open_token_file(_file(tmp_path, np.arange(200) % 50, "<u4"), "uint16")
 
 
-def test_file_of_zeros_is_not_taken_for_wide_ids(tmp_path):
-    assert open_token_file(_file(tmp_path, [0] * 8)).n_tokens == 8
+@pytest.mark.parametrize("ids", [[0] * 80, [5, 0] * 15], ids=["zeros", "a few words of one token"])
+def test_zeros_are_not_taken_for_wide_ids(tmp_path, ids):
+    assert open_token_file(_file(tmp_path, ids)).n_tokens == len(ids)
 
 
 def test_id_without_embedding_is_refused(tmp_path):
@@ -118,11 +105,10 @@ def test_bad_id_is_found_in_any_chunk(tmp_path, monkeypatch):
 
 
 def test_largest_id_is_scanned_once(tmp_path):
-    path = _cycle(tmp_path, 200, 50)
+    path, cache = _cycle(tmp_path, 200, 50), tmp_path / "t.bin.max_id.json"
     assert check_token_range(open_token_file(path), 50) == 49
-    again = open_token_file(path)
-    assert check_token_range(again, 50) == 49
-    assert "tokens" not in vars(again)
+    cache.write_text(cache.read_text(encoding="utf-8").replace("49", "48"), encoding="utf-8")
+    assert check_token_range(open_token_file(path), 50) == 48
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"max_id": 3}'])
@@ -145,6 +131,19 @@ def test_folder_that_takes_no_cache_is_no_error(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.parametrize("dtype", ["<i2", ">i4", "<i8"])
+def test_negative_id_is_refused(tmp_path, dtype):
+    path = _file(tmp_path, [5, 3, -1, 64], dtype)
+    with pytest.raises(ValueError, match=r"t\.bin holds id -1 at offset 2: ids must be 0 or more;"):
+        check_token_range(TokenFile(path, np.dtype(dtype)), 64)
+
+
+@pytest.mark.parametrize("dtype", ["u1", ">u2", "<i4", ">i8"])
+def test_largest_id_is_found_whatever_the_type(tmp_path, dtype):
+    path = _file(tmp_path, [5, 63, 3], dtype)
+    assert check_token_range(TokenFile(path, np.dtype(dtype)), 64) == 63
+
+
 @pytest.mark.parametrize("place", [0, 5_000, 123_456, 262_143])
 def test_fingerprint_covers_every_byte_of_a_small_file(tmp_path, place):
     path = tmp_path / "t.bin"
@@ -162,92 +161,56 @@ def test_fingerprint_sees_a_byte_cut_off(tmp_path):
     )
 
 
-def test_windows_make_every_token_but_the_first_a_target_once(tmp_path):
-    windows = Windows(open_token_file(_cycle(tmp_path, 33, 64)), 16)
-    batch = windows.__getitems__([0, 1])
-    rows = sorted(batch["input_ids"].tolist())
-    assert len(windows) == 2
-    assert rows == [list(range(17)), list(range(16, 33))]
-    assert batch["input_ids"].dtype == torch.int64
-    assert (batch["labels"] == batch["input_ids"]).all()
+# Several files as one
 
 
-def test_random_windows_start_anywhere_they_fit(tmp_path):
-    windows = Windows(open_token_file(_cycle(tmp_path, 33, 64)), 16, order="random")
-    assert len(windows) == 17
-    assert sorted(set(windows.starts(range(400)).tolist())) == list(range(17))
-    assert windows.__getitems__(range(400))["input_ids"].max() == 32
+def _stream(folder, *sizes, dtypes=("<u2", ">u4", "u1")):
+    """Files of these sizes and mixed types that together count 0, 1, 2 …"""
+    ends = np.cumsum([0, *sizes])
+    files = []
+    for i, (begin, end) in enumerate(pairwise(ends)):
+        dtype = dtypes[i % len(dtypes)]
+        path = _file(folder, np.arange(begin, end), dtype, f"part{i}.bin")
+        files.append(TokenFile(path, np.dtype(dtype)))
+    return TokenStream(files)
 
 
-def test_window_holds_the_ids_at_its_start(tmp_path):
-    windows = Windows(open_token_file(_cycle(tmp_path, 100, 64)), 7, seed=3)
-    firsts = windows.__getitems__([5, 20, 31])["input_ids"][:, 0].tolist()
-    assert firsts == (windows.starts([5, 20, 31]) % 64).tolist()
+def _read(stream, offset, count):
+    out = np.full(count, -1)
+    stream.copy(offset, out)
+    return out.tolist()
 
 
-def test_each_epoch_takes_every_window_in_another_order(tmp_path):
-    windows = Windows(open_token_file(_cycle(tmp_path, 100, 64)), 7, seed=3)
-    first, second = windows.starts(range(28)).reshape(2, 14)
-    assert sorted(first) == sorted(second) == list(range(0, 98, 7))
-    assert (first != second).any()
+@pytest.mark.parametrize("count", [1, 4, 9, 23])
+def test_run_of_ids_crosses_the_borders_of_files(tmp_path, count):
+    stream = _stream(tmp_path, 7, 1, 15)
+    assert stream.n_tokens == 23
+    for offset in range(23 - count + 1):
+        assert _read(stream, offset, count) == list(range(offset, offset + count))
 
 
-def test_fixed_windows_do_not_depend_on_the_seed(tmp_path):
-    file = open_token_file(_cycle(tmp_path, 100, 64))
-    fixed = [Windows(file, 7, seed=seed, order="fixed").starts(range(14)) for seed in (1, 2)]
-    assert (fixed[0] == fixed[1]).all()
-    assert sorted(fixed[0]) == list(range(0, 98, 7))
+def test_offset_is_told_in_its_own_file(tmp_path):
+    stream = _stream(tmp_path, 7, 1, 15)
+    places = [(path.name, offset) for path, offset in map(stream.locate, (0, 6, 7, 8, 22))]
+    expected = [("part0.bin", 0), ("part0.bin", 6), ("part1.bin", 0), ("part2.bin", 0)]
+    assert places == [*expected, ("part2.bin", 14)]
 
 
-def test_sample_past_the_fixed_windows_is_a_row_without_targets(tmp_path):
-    windows = Windows(open_token_file(_cycle(tmp_path, 33, 64)), 16, order="fixed")
-    batch = windows.__getitems__([1, 2, 900])
-    assert windows.starts([2, 900]).tolist() == [-1, -1]
-    assert (batch["labels"][0] == batch["input_ids"][0]).all()
-    assert (batch["labels"][1:] == -100).all()
-    assert (batch["input_ids"][1:] == 0).all()
+def test_label_names_the_first_file_and_how_many_follow(tmp_path):
+    assert _stream(tmp_path, 7).label == f"{tmp_path}/part0.bin (uint16)"
+    assert _stream(tmp_path, 7, 1, 15).label == f"{tmp_path}/part0.bin and 2 more (uint16)"
 
 
-@pytest.mark.parametrize(
-    ("order", "what"),
-    [("shuffled", "windows"), ("random", "windows"), ("fixed", "validation batches")],
-)
-def test_file_shorter_than_a_window_is_refused(tmp_path, order, what):
-    message = rf"t\.bin holds 10 tokens, which is 0 {what} at data\.seq_len 16: .* at least 17;"
-    with pytest.raises(ValueError, match=message):
-        Windows(open_token_file(_cycle(tmp_path, 10, 50)), 16, order=order)
-
-
-def test_file_of_exactly_one_window_is_enough(tmp_path):
-    windows = Windows(open_token_file(_cycle(tmp_path, 17, 50)), 16, order="random")
-    assert (len(windows), windows.n_windows) == (1, 1)
-
-
-def test_windows_in_use_pickle_small_and_open_their_file_anew(tmp_path):
-    windows = Windows(open_token_file(_cycle(tmp_path, 200_001, 50)), 16, seed=3)
-    batch = windows.__getitems__([4, 8])["input_ids"]
-    pickled = pickle.dumps(windows)
+def test_stream_in_use_pickles_small_and_opens_its_files_anew(tmp_path):
+    stream = _stream(tmp_path, 70_000, 50_000, dtypes=("<u4",))
+    before = _read(stream, 69_990, 20)
+    pickled = pickle.dumps(stream)
     assert len(pickled) < 10_000
-    assert (pickle.loads(pickled).__getitems__([4, 8])["input_ids"] == batch).all()
+    assert _read(pickle.loads(pickled), 69_990, 20) == before
 
 
-def test_batch_is_handed_on_whole_by_a_loader(tmp_path):
-    windows = Windows(open_token_file(_cycle(tmp_path, 200, 50)), 16, seed=3)
-    assert (_batches(windows, 0)[2] == windows.__getitems__([6, 7, 8])["input_ids"]).all()
-
-
-def test_spawned_workers_give_the_same_batches(tmp_path):
-    windows = Windows(open_token_file(_cycle(tmp_path, 200, 50)), 16, seed=3)
-    assert (_batches(windows, 2) == _batches(windows, 0)).all()
-
-
-def test_reading_a_large_file_leaves_our_own_memory_as_it_is(tmp_path):
-    path = tmp_path / "t.bin"
-    with path.open("wb") as file:
-        file.truncate(512 << 20)
-    windows = Windows(open_token_file(path), 512, order="random")
-    windows.__getitems__(range(8))
-    before = _anonymous_mb()
-    for batch in range(2000):
-        windows.__getitems__(range(8 * batch, 8 * batch + 8))
-    assert _anonymous_mb() - before < 20
+def test_more_files_than_are_held_open_are_read_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(memmap, "MOST_MAPPED", 2)
+    stream = _stream(tmp_path, 3, 3, 3, 3, 3)
+    assert _read(stream, 0, 15) == _read(stream, 0, 15) == list(range(15))
+    assert len(stream._mapped) == 2

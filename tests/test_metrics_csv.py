@@ -1,11 +1,16 @@
 """metrics.csv and the TensorBoard stream: each step once, over kills and resumes."""
 
+import csv
+import errno
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from callbacks.metrics_csv import MetricsCSV, SeamlessTensorBoard
+from callbacks.metrics_csv import MetricsCSV
+from callbacks.tensorboard import SeamlessTensorBoard
 
 
 def log_steps(logger: MetricsCSV | SeamlessTensorBoard, steps: range, loss: float = 0.5) -> None:
@@ -107,6 +112,64 @@ def test_resumed_run_keeps_the_columns_of_the_file(tmp_path):
     assert content(tmp_path) == "step,loss,val/loss\n1,1.5,2.5\n2,2.5,\n"
 
 
+@pytest.mark.parametrize(
+    ("figures", "text"),
+    [
+        ({"val/loss": 7.5}, "step,loss,val/loss\n1,1.5,\n2,2.5,7.5\n3,3.5,\n"),
+        ({"loss": 7.5}, "step,loss\n1,1.5\n2,7.5\n3,3.5\n"),
+        ({"loss": 7.5, "lr": 0.1}, "step,loss,lr\n1,1.5,\n2,7.5,0.1\n3,3.5,\n"),
+    ],
+)
+def test_figures_logged_again_for_the_last_step_on_disk_join_its_row(tmp_path, figures, text):
+    log_steps(MetricsCSV(tmp_path), range(1, 4))
+    resumed = MetricsCSV(tmp_path)
+    resumed.resume_at(2)
+    resumed.log_metrics(figures, 2)
+    log_steps(resumed, range(3, 4))
+    assert content(tmp_path) == text
+
+
+def test_figures_logged_after_their_row_was_saved_join_it(tmp_path):
+    logger = MetricsCSV(tmp_path)
+    log_steps(logger, range(1, 3))
+    logger.log_metrics({"val/loss": 7.5}, 2)
+    log_steps(logger, range(3, 4))
+    assert content(tmp_path) == "step,loss,val/loss\n1,1.5,\n2,2.5,7.5\n3,3.5,\n"
+
+
+@pytest.mark.parametrize("later", [{"loss": 3.5}, {"loss": 3.5, "lr": 0.1}])
+def test_rows_that_find_no_room_are_written_when_there_is_some(tmp_path, capsys, later):
+    logger = MetricsCSV(tmp_path)
+    log_steps(logger, range(1, 2))
+    logger.path.rename(tmp_path / "aside")
+    logger.path.mkdir()  # nothing can be written under that name
+    log_steps(logger, range(2, 3))
+    assert f"warning: 1 rows not written to {logger.path} yet: " in capsys.readouterr().err
+    logger.path.rmdir()
+    (tmp_path / "aside").rename(logger.path)
+    logger.log_metrics(later, 3)
+    logger.finalize("success")
+    assert [line.split(",")[:2] for line in content(tmp_path).splitlines()[1:]] == [
+        ["1", "1.5"], ["2", "2.5"], ["3", "3.5"],
+    ]  # fmt: skip
+
+
+def test_half_a_row_on_a_full_disk_is_taken_back(tmp_path, monkeypatch):
+    class Half(csv.DictWriter):
+        def writerow(self, rowdict: Any) -> Any:
+            self.writer.writerow(["2", ""])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    logger = MetricsCSV(tmp_path)
+    log_steps(logger, range(1, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(csv, "DictWriter", Half)
+        log_steps(logger, range(2, 3))
+    assert content(tmp_path) == "step,loss\n1,1.5\n"
+    logger.finalize("success")
+    assert content(tmp_path) == "step,loss\n1,1.5\n2,2.5\n"
+
+
 def test_hyperparameters_leave_no_file(tmp_path):
     logger = MetricsCSV(tmp_path)
     logger.log_hyperparams({"lr": 0.1})
@@ -139,6 +202,25 @@ def test_page_shows_each_step_once_after_a_resume(tmp_path):
     resumed.finalize("success")
     expected = [(1, 1.5), (2, 2.5), (3, 3.5), (4, 4.25), (5, 5.25), (6, 6.25)]
     assert scalars(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("clocks", "expected"),
+    [
+        ((9000, 1000), [1.0, 2.25, 3.25, 4.25]),
+        ((9000, 9007, 1000), [1.0, 2.25, 3.5, 4.5, 5.5]),
+        ((1000, 9000, 1007), [1.0, 2.25, 3.5, 4.5, 5.5]),
+        ((9000, 9000), [1.0, 2.25, 3.25, 4.25]),
+    ],
+    ids=["set back", "set back after two starts", "ahead in one start", "two starts in a second"],
+)
+def test_page_shows_each_step_once_whatever_the_clock_does(tmp_path, monkeypatch, clocks, expected):
+    for start, seconds in enumerate(clocks):
+        monkeypatch.setattr(time, "time", lambda now=1.7e9 + seconds: now)
+        logger = started_tensorboard(tmp_path, start)
+        log_steps(logger, range(start + 1, start + 4), loss=start / 4)
+        logger.finalize("success")
+    assert scalars(tmp_path) == list(enumerate(expected, 1))
 
 
 def test_no_event_file_is_made_before_the_position_is_known(tmp_path):

@@ -4,7 +4,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from data.order import mix, permute, random_starts, sample_places, step_samples
+from data.order import (
+    fixed_places,
+    mix,
+    permute,
+    random_starts,
+    sample_places,
+    step_samples,
+)
 
 LAYOUTS = [(12, 1, 1), (6, 2, 1), (3, 2, 2), (2, 1, 6), (1, 4, 3)]
 """Micro-batch size, accumulation and ranks of equal global batches."""
@@ -51,6 +58,10 @@ def test_neighbours_of_a_huge_domain_land_far_apart():
 
 def test_order_is_the_same_in_every_version():
     assert permute(np.arange(10), 10, 42).tolist() == [0, 9, 6, 3, 1, 2, 8, 5, 4, 7]
+
+
+def test_fixed_order_is_the_same_in_every_version_and_epoch():
+    assert fixed_places(np.arange(12), 10).tolist() == [8, 7, 2, 1, 0, 5, 6, 3, 4, 9, 8, 7]
 
 
 def test_key_depends_on_every_value_and_their_order():

@@ -15,6 +15,8 @@ import torch
 from conftest import Lightning, RunYaml
 
 from callbacks.drill import rows
+from callbacks.moments import VARIABLE
+from data.prepare import missing_files
 from lm.schedule import warmup_cosine
 
 PROGRAM = Path(sys.executable).with_name("lightning")
@@ -337,3 +339,41 @@ def test_sigkill_and_the_same_command_end_with_the_same_bits(
             run.send_signal(signal.SIGKILL)
     assert subprocess.run(command, env=environment, check=False).returncode == 0
     assert_same_run(tmp_path / "whole", root, 40, LEARNED)
+
+
+@pytest.mark.slow
+def test_three_kills_after_one_save_end_with_the_same_bits(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    rare = {"trainer.accumulate_grad_batches": 3, "trainer.limit_val_batches": 0}
+    rare |= {"checkpoint.every_n_steps": 100, "model.config.dropout": 0.1}
+    train(lightning, run_yaml, tmp_path / "whole", **rare)
+    root = tmp_path / "killed"
+    train(lightning, run_yaml, root, **rare, **{"trainer.max_time": {"milliseconds": 1}})
+    config = run_yaml(RUN | {"trainer.default_root_dir": str(root)} | rare)
+    for count in (7, 2, 9):
+        environment = os.environ | {VARIABLE: f"inside accumulation:{count}"}
+        killed = subprocess.run([PROGRAM, "fit", "--config", config], env=environment, check=False)
+        assert killed.returncode == -signal.SIGKILL
+        assert [path.name for path in (root / "checkpoints").iterdir()] == ["step-00000001.ckpt"]
+    train(lightning, run_yaml, root, **rare)
+    assert_same_run(tmp_path / "whole", root, keys=LEARNED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "number", "stage"),
+    [("prepare", signal.SIGTERM, "train tokenizer"), ("fit", signal.SIGUSR1, "encode train")],
+)
+def test_signal_before_training_leaves_no_half_of_the_data(
+    run_yaml: RunYaml, tmp_path: Path, command: str, number: signal.Signals, stage: str
+):
+    data = tmp_path / "data"
+    config = run_yaml({"data.path": str(data), "data.corpus": "stdlib"})
+    words = [PROGRAM, command, "--config", config]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as run:
+        assert any(line.startswith(stage) for line in run.stderr or ())
+        run.send_signal(number)
+    assert (run.returncode, list(data.iterdir())) == (143, [])
+    assert subprocess.run(words, check=False).returncode == 0
+    assert missing_files(data) == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks.throughput import Throughput, peak_memory
+from callbacks.throughput import Throughput, memory
 
 CPU = torch.device("cpu")
 
@@ -23,8 +23,10 @@ class Run:
             global_step=step,
             max_steps=100,
             strategy=SimpleNamespace(root_device=CPU),
-            datamodule=SimpleNamespace(tokens_per_step=120),
-            lightning_module=SimpleNamespace(flops_per_token=5_000_000_000),
+            datamodule=SimpleNamespace(tokens_per_step=120, seconds_waited=0.0),
+            lightning_module=SimpleNamespace(
+                flops_per_token=5_000_000_000, targets_seen=torch.zeros(())
+            ),
             world_size=2,
             is_global_zero=True,
         )
@@ -32,7 +34,12 @@ class Run:
         self.module: Any = None
         self.throughput.on_train_start(self.trainer, self.module)
 
-    def micro_batch(self, batch_idx: int, seconds: float) -> None:
+    def micro_batch(
+        self, batch_idx: int, seconds: float, waited: float = 0.0, targets: int = 120
+    ) -> None:
+        self.seconds += waited
+        self.trainer.datamodule.seconds_waited += waited
+        self.trainer.lightning_module.targets_seen += targets / self.trainer.accumulate_grad_batches
         self.throughput.on_train_batch_start(self.trainer, self.module, None, batch_idx)
         self.seconds += seconds
         self.trainer.global_step += (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
@@ -152,6 +159,38 @@ def test_second_fit_starts_its_clock_anew():
     assert run.figures()["throughput/tokens_per_sec"] == 240
 
 
+# Data
+
+
+def test_data_wait_is_its_share_of_the_training_time():
+    run = Run(accumulate=2)
+    for batch_idx in range(4):
+        run.micro_batch(batch_idx, 1.0, waited=0.25)
+    assert run.figures()["throughput/data_wait"] == 0.5 / 2.5
+
+
+def test_wait_during_a_pause_is_not_training_time():
+    run = Run()
+    run.steps(1.0, 1.0)
+    run.validate(2.0)
+    run.micro_batch(0, 1.0, waited=5.0)
+    run.micro_batch(0, 1.0, waited=1.0)
+    figures = run.figures()
+    assert figures["throughput/data_wait"] == 1.0 / 4.0
+    assert figures["throughput/tokens_per_sec"] == 3 * 120 / 4.0
+
+
+def test_padding_shows_as_a_rate_of_real_targets_of_its_own():
+    run = Run()
+    run.steps(1.0, 0.5)
+    assert "throughput/targets_per_sec" not in run.figures()
+    run.micro_batch(0, 0.5, targets=90)
+    run.micro_batch(0, 0.5, targets=30)
+    figures = run.figures()
+    assert figures["throughput/tokens_per_sec"] == 240
+    assert figures["throughput/targets_per_sec"] == 120
+
+
 # Memory
 
 
@@ -160,9 +199,10 @@ def test_peak_memory_of_a_cpu_run_is_the_resident_peak_in_bytes(platform, unit, 
     usage = SimpleNamespace(ru_maxrss=3000)
     monkeypatch.setattr(resource, "getrusage", lambda _: usage)
     monkeypatch.setattr(sys, "platform", platform)
-    assert peak_memory(CPU) == 3000 * unit
+    assert memory(CPU) == {"memory/peak_gib": 3000 * unit / 2**30}
 
 
-def test_peak_memory_of_a_cuda_run_is_what_was_allocated(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4096)
-    assert peak_memory(torch.device("cuda", 0)) == 4096
+def test_memory_of_a_cuda_run_is_what_was_allocated_and_reserved(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * 2**29)
+    assert memory(torch.device("cuda", 0)) == {"memory/peak_gib": 1.0, "memory/reserved_gib": 1.5}

@@ -1,10 +1,14 @@
 """The Trainer: what it refuses, units of its intervals, precision for the hardware."""
 
+import inspect
+import signal
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch
 import pytest
 import torch
+from conftest import SIGNALS
 
 from callbacks.trainer import (
     Trainer,
@@ -13,6 +17,8 @@ from callbacks.trainer import (
     device_type,
     validation_follows,
 )
+from data.datamodule import LMDataModule
+from lm.module import LMModule
 
 NO_MODULE: Any = None
 DATA_REFUSED = "it would change which data a step sees; shorten the run by trainer.max_steps"
@@ -169,6 +175,42 @@ def test_step_edge_is_the_last_micro_batch_of_a_step():
 def test_validation_follows_every_val_check_batch(enabled, expected):
     stand_in: Any = SimpleNamespace(enable_validation=enabled, val_check_batch=4)
     assert [validation_follows(stand_in, batch_idx) for batch_idx in range(4)] == expected
+
+
+# Signals and ranks
+
+
+def test_lightning_still_calls_what_is_turned_off():
+    plain: Any = lightning.pytorch.Trainer(accelerator="cpu", logger=False)
+    assert callable(plain._signal_connector.register_signal_handlers)
+    assert "self._signal_connector.register_signal_handlers()" in inspect.getsource(plain._run)
+    loop = plain.fit_loop.epoch_loop
+    assert callable(loop._broadcast_sigterm_tensor)
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(loop.advance)
+
+
+@pytest.mark.parametrize(
+    ("part", "hook", "owner"),
+    [
+        (LMDataModule, "train_dataloader", "cli"),
+        (LMModule, "training_step", "callbacks.signals"),
+        (LMModule, "validation_step", "callbacks.signals"),
+    ],
+)
+def test_no_handler_of_a_fit_is_lightnings(part, hook, owner, run_yaml, lightning, monkeypatch):
+    step, handlers = getattr(part, hook), []
+
+    def noting(*args: Any) -> Any:
+        handlers.extend(map(signal.getsignal, SIGNALS))
+        return step(*args)
+
+    monkeypatch.setattr(part, hook, noting)
+    assert lightning("fit", "--config", run_yaml())[0] == 0
+    assert {getattr(handler, "__module__", None) for handler in handlers} == {owner}
+
+
+def test_largest_of_one_process_is_its_own():
+    assert [trainer().largest(number) for number in (0, 14)] == [0, 14]
 
 
 # Precision

@@ -1,0 +1,120 @@
+"""The gradient's norm at every step: how often it is clipped, where it arises, what it tells."""
+
+import math
+import statistics
+from collections import deque
+from typing import Any, Protocol, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from callbacks.trainer import at_step_edge, is_logged
+
+# Clipping is no sign: the healthy small run's median norm is 1.3 to 1.6 times its clip all along.
+STUCK = 10.0  # times the clip value
+JUMP = 10.0  # as a norm, and times the median of the norms before it
+NEAR_ZERO = 1e-3  # healthy norms are tenths and more
+BASE_STEPS = 20  # that a jump is measured from, or that are near zero
+
+
+class GradNormSource(Protocol):
+    """What the monitor asks of the module: 0-d tensors of the step just finished."""
+
+    grad_norm: Tensor  # total, L2, before clipping
+    grad_scale: Tensor  # turns what `on_before_optimizer_step` finds into that of the token mean
+
+
+def stuck(norms: list[float], clip: float | None, window: int) -> str | None:
+    """What is seen where a whole window of norms lies far above the clip value."""
+    if not clip or len(norms) < window or (median := statistics.median(norms)) <= STUCK * clip:
+        return None
+    return f"the gradient norm is {median:.3g} in the median of {window} steps, clipped to {clip:g}"
+
+
+def jumped(norms: list[float]) -> str | None:
+    """What is seen where a norm of the window is tens and far above those before it."""
+    for i in range(BASE_STEPS, len(norms)):
+        if norms[i] > JUMP and norms[i] > JUMP * (median := statistics.median(norms[:i])):
+            return f"the gradient norm jumped to {norms[i]:.3g} from a median of {median:.3g}"
+    return None
+
+
+def vanished(norms: list[float]) -> str | None:
+    """What is seen where the newest norms are all but zero."""
+    if len(norms) < BASE_STEPS or (median := statistics.median(norms[-BASE_STEPS:])) >= NEAR_ZERO:
+        return None
+    return f"the gradient norm is {median:.2g} in the median of {BASE_STEPS} steps"
+
+
+def part_of(name: str) -> str:
+    """Part of the network that a parameter is in: embed_tokens, layers.0, …, norm, lm_head."""
+    words = name.removeprefix("net.").removeprefix("model.").split(".")
+    return ".".join(words[:2]) if words[1].isdecimal() else words[0]
+
+
+class GradNorm(Callback):
+    """Share of recent steps that were clipped, and norms of the parts of the network.
+
+    Waits for the device at logged steps only. A norm that is not finite does not count.
+    """
+
+    def __init__(self, *, per_layer_every_n_steps: int | None = None, window: int = 100) -> None:
+        """Say what to measure and to keep.
+
+        Args:
+            per_layer_every_n_steps: Optimizer steps between norms of each part, taken where a step
+                is logged. Unset: none.
+            window: Steps that optim/clip_share and warnings look back on.
+        """
+        every = per_layer_every_n_steps
+        if every is not None and every < 1:
+            raise ValueError(f"grad_norm.per_layer_every_n_steps is {every}: must be at least 1")
+        if window <= BASE_STEPS:
+            raise ValueError(f"grad_norm.window is {window}: must be above {BASE_STEPS}")
+        self.per_layer_every_n_steps = every
+        self.norms: deque[float] = deque(maxlen=window)
+        self._pending: deque[Tensor] = deque(maxlen=window)
+        self._parts: dict[str, Tensor] = {}
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        every, step = self.per_layer_every_n_steps, trainer.global_step + 1
+        if every is None or step % every or not is_logged(trainer, step):
+            return
+        gradients: dict[str, list[Tensor]] = {}
+        for name, parameter in pl_module.named_parameters():
+            if parameter.grad is not None:
+                gradients.setdefault(part_of(name), []).append(parameter.grad)
+        self._parts = {part: get_total_norm(found) for part, found in gradients.items()}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if at_step_edge(trainer, batch_idx):
+            self._pending.append(cast(GradNormSource, pl_module).grad_norm)
+
+    def step_figures(self, trainer: Trainer) -> dict[str, float]:
+        """Figures of the last finished step."""
+        self._fetch()
+        scale = cast(GradNormSource, trainer.lightning_module).grad_scale
+        figures = {f"grad_norm/{part}": float(n * scale) for part, n in self._parts.items()}
+        self._parts = {}
+        if (clip := trainer.gradient_clip_val) and self.norms:
+            share = sum(norm > clip for norm in self.norms) / len(self.norms)
+            figures |= {"optim/clip_at": clip, "optim/clip_share": share}
+        return figures
+
+    def _fetch(self) -> None:
+        if self._pending:
+            self.norms.extend(filter(math.isfinite, torch.stack([*self._pending]).tolist()))
+            self._pending.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        self._fetch()
+        return {"norms": list(self.norms)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.norms.extend(state_dict["norms"])

@@ -1,0 +1,220 @@
+"""What is wrong with a run, told while it shows: what was seen, why that is, what to change."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from callbacks import symptoms
+from callbacks.run_folder import contract
+from callbacks.symptoms import Seen
+from callbacks.trainer import announce
+
+CPU_OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+COMPILERS = ("torch._dynamo", "torch._inductor")
+# A changed learning rate after a resume has been announced where one of these changed.
+RATE_KEYS = ("model.optim.", "trainer.max_steps")
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """A row of the table of troubles; what `values_for` a run has no value for is left out."""
+
+    figure: str  # whose measurement calls for a look
+    detect: Callable[[Seen], str | None]
+    causes: str  # the likeliest first
+    remedies: str
+
+
+SYMPTOMS = (
+    Symptom(
+        "train/loss",
+        symptoms.non_finite,
+        "a learning rate too high, {unclipped}, numbers that overflow the precision, odd samples",
+        "model.optim.lr {lower_lr}, trainer.gradient_clip_val {clip}, trainer.precision {bf16}",
+    ),
+    Symptom(
+        "train/loss",
+        symptoms.first_loss,
+        "initial weights too wide, inputs and targets out of step, weights that are not new",
+        "model.config.init_std 0.02, model.compile {no_compile}, trainer.precision {fp32}",
+    ),
+    Symptom(
+        "train/loss",
+        symptoms.flat,
+        "a learning rate too low, data that is noise, a gradient that does not arrive",
+        "model.optim.lr {higher_lr}, grad_norm.per_layer_every_n_steps {every}",
+    ),
+    Symptom(
+        "train/loss",
+        symptoms.too_fast,
+        "a model that sees its targets (mask or shift), data that is tiny or repeats itself",
+        "model.compile {no_compile}, data.path with more text",
+    ),
+    Symptom(
+        "train/loss",
+        symptoms.loss_jump,
+        "a learning rate too high, odd samples, {unclipped}",
+        "model.optim.lr {lower_lr}, trainer.gradient_clip_val {clip}, ckpt_path best",
+    ),
+    Symptom(
+        "train/loss",
+        symptoms.loss_jump_after_resume,
+        "an optimizer state that was not restored, changed settings, changed data",
+        "model.optim.lr {lower_lr}, ckpt_path to an earlier checkpoint",
+    ),
+    Symptom(
+        "train/loss",
+        symptoms.rate_jump,
+        "a schedule that starts over, a changed length or warm-up",
+        "model.optim and trainer.max_steps as before, ckpt_path to an earlier checkpoint",
+    ),
+    Symptom(
+        "val/loss",
+        symptoms.overfit,
+        "too many passes over too little data",
+        "data.path with more text, trainer.max_steps {step}, model.config.dropout 0.1",
+    ),
+    Symptom(
+        "throughput/mfu",
+        symptoms.low_mfu,
+        "slow data, small micro-batches, {uncompiled}, {links}",
+        "data.num_workers {workers}, {wider}, model.compile {compile}",
+    ),
+    Symptom(
+        "throughput/data_wait",
+        symptoms.long_wait,
+        "too few workers, a slow disk",
+        "data.num_workers {workers}",
+    ),
+    Symptom(
+        "optim/grad_norm",
+        symptoms.norm_stuck,
+        "a learning rate too high, odd samples",
+        "model.optim.lr {lower_lr}, grad_norm.per_layer_every_n_steps {every}",
+    ),
+    Symptom(
+        "optim/grad_norm",
+        symptoms.norm_jump,
+        "odd samples, numbers that overflow the precision",
+        "model.optim.lr {lower_lr}, trainer.gradient_clip_val {clip}, trainer.precision {bf16}",
+    ),
+    Symptom(
+        "optim/grad_norm",
+        symptoms.norm_zero,
+        "a learning rate too low, a gradient that does not arrive",
+        "model.optim.lr {higher_lr}, grad_norm.per_layer_every_n_steps {every}",
+    ),
+)
+
+
+def values_for(trainer: Trainer) -> dict[str, Any]:
+    """Values of causes and remedies for a run's settings; None where they do not apply."""
+    data, lr = cast(Any, trainer).datamodule, trainer.optimizers[0].param_groups[0]["initial_lr"]
+    compiled = getattr(trainer.lightning_module, "compiled", False)
+    precision, accumulate = str(trainer.precision), trainer.accumulate_grad_batches
+    twice, half = 2 * data.micro_batch_size, accumulate // 2
+    wider = f"data.micro_batch_size {twice} with trainer.accumulate_grad_batches {half}"
+    return {
+        "unclipped": None if trainer.gradient_clip_val else "no clipping",
+        "clip": None if trainer.gradient_clip_val else 1.0,
+        "uncompiled": None if compiled else "no compilation",
+        "compile": None if compiled else "true",
+        "no_compile": "false" if compiled else None,
+        "links": None if trainer.world_size == 1 else "slow links between devices",
+        "lower_lr": f"{lr / 3:.2g}",
+        "higher_lr": f"{lr * 3:.2g}",
+        "bf16": "bf16-mixed" if precision.startswith("16") else None,
+        "fp32": None if precision.startswith("32") else "32-true",
+        "workers": max(2, 2 * data.num_workers),
+        "wider": None if accumulate % 2 else wider,
+        "every": cast(Any, trainer).log_every_n_steps,
+        "step": trainer.global_step,
+    }
+
+
+def warning(symptom: Symptom, seen: str, trainer: Trainer) -> str:
+    """One line: what was seen, why that is, what to change."""
+    values = values_for(trainer)
+    likely, tries = (
+        ", ".join(part for part in text.format_map(values).split(", ") if not part.endswith("None"))
+        for text in (symptom.causes, symptom.remedies)
+    )
+    return f"warning: step {trainer.global_step}: {seen}; likely {likely}; try {tries}"
+
+
+def memory_advice(micro_batch_size: int, accumulate: int, seq_len: int) -> str:
+    """Settings that need less memory for the same sequences a step, and for shorter ones."""
+    held, size = f"out of memory with data.micro_batch_size {micro_batch_size}", micro_batch_size
+    shorter = f"--data.seq_len {max(1, seq_len // 2)} in a new run"
+    if size == 1:
+        return f"{held}; try {shorter}"
+    part = next(d for d in range(size // 2, 0, -1) if size % d == 0)
+    return (
+        f"{held}; try --data.micro_batch_size {part} --trainer.accumulate_grad_batches "
+        f"{accumulate * size // part}, as many sequences a step; else {shorter}"
+    )
+
+
+def advice(error: BaseException, trainer: Trainer) -> str | None:
+    """What to do about an error that ends a run, where there is something."""
+    if isinstance(error, torch.OutOfMemoryError) or CPU_OUT_OF_MEMORY in str(error):
+        data = cast(Any, trainer).datamodule
+        return memory_advice(data.micro_batch_size, trainer.accumulate_grad_batches, data.seq_len)
+    if any(kind.__module__.startswith(COMPILERS) for kind in type(error).__mro__):
+        return "torch.compile failed: --model.compile false runs without, or shows the error itself"
+    return None
+
+
+class Health(Callback):
+    """Warns of troubles as they show, each once until it is gone, and adds advice to errors."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        """Say whether to watch.
+
+        Args:
+            enabled: Warn of troubles, with likely causes and what to change.
+        """
+        self.enabled = enabled
+        self.seen = Seen()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step == 0:
+            self.seen = Seen()
+        self.seen.resumed_at = trainer.global_step
+
+    def watch(self, trainer: Trainer, figures: dict[str, float]) -> None:
+        """Look for troubles in the figures of a logged step or of a validation."""
+        if not self.enabled:
+            return
+        self.seen.take(trainer, figures)
+        for symptom in SYMPTOMS:
+            if symptom.figure not in figures:
+                continue
+            if (text := symptom.detect(self.seen)) is None:
+                self.seen.active.discard(symptom.detect)
+            elif symptom.detect not in self.seen.active:
+                self.seen.active.add(symptom.detect)
+                announce(warning(symptom, text, trainer))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.seen.state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen.restore(state_dict)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn == "fit":
+            old, new = checkpoint["contract"], contract(trainer)
+            keys = [key for key in old if key.startswith(RATE_KEYS)]
+            self.seen.rate_changed = any(old[key] != new.get(key) for key in keys)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if self.enabled and (text := advice(exception, trainer)):
+            exception.add_note(text)

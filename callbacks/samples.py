@@ -1,0 +1,90 @@
+"""What the model writes after fixed prompts, as the run goes on."""
+
+from typing import Any, Protocol, cast
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from callbacks.throughput import Throughput
+from callbacks.trainer import at_step_edge
+
+
+class Writer(Protocol):
+    """What the samples ask of the module."""
+
+    def continue_ids(self, ids: list[int], **options: Any) -> list[int]:
+        """Ids that the model writes after others."""
+        ...
+
+
+class Reader(Protocol):
+    """What the samples ask of the datamodule."""
+
+    tokenizer: Any
+    """With encode, decode, eos_id and size."""
+
+
+class Samples(Callback):
+    """Continues fixed prompts every so many steps, to be read under Text on TensorBoard's page.
+
+    The draws are the same at every step: what changes is the model.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts: list[str] | None = None,
+        every_n_steps: int = 1000,
+        max_new_tokens: int = 100,
+        temperature: float = 0.8,
+    ) -> None:
+        """Say what is continued, and when.
+
+        Args:
+            prompts: Texts to go on from; unset: none.
+            every_n_steps: Optimizer steps between two samples.
+            max_new_tokens: Most tokens after each prompt.
+            temperature: Divides the logits; 0 takes the likeliest token.
+        """
+        if every_n_steps < 1:
+            raise ValueError(f"samples.every_n_steps is {every_n_steps}: must be at least 1")
+        if max_new_tokens < 1:
+            raise ValueError(f"samples.max_new_tokens is {max_new_tokens}: must be at least 1")
+        if not temperature >= 0:
+            raise ValueError(f"samples.temperature is {temperature}: must be 0 or above")
+        self.prompts = prompts or []
+        self.every_n_steps = every_n_steps
+        self.options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.prompts:
+            # Refused now where token files came without a tokenizer, and not at the first sample.
+            cast(Reader, cast(Any, trainer).datamodule).tokenizer  # noqa: B018
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        due = at_step_edge(trainer, batch_idx) and trainer.global_step % self.every_n_steps == 0
+        if not (due and self.prompts and trainer.is_global_zero):
+            return
+        for callback in cast(Any, trainer).callbacks:
+            if isinstance(callback, Throughput):
+                callback.pause(trainer)
+        for prompt, text in self.write(trainer, pl_module).items():
+            for logger in trainer.loggers:
+                experiment = getattr(logger, "experiment", None)
+                if experiment is not None and hasattr(experiment, "add_text"):
+                    # Four spaces keep lines and indents.
+                    shown = "\n".join(f"    {line}" for line in text.splitlines())
+                    experiment.add_text(f"samples/{prompt}", shown, trainer.global_step)
+
+    def write(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
+        """Each prompt with its continuation."""
+        tokenizer = cast(Reader, cast(Any, trainer).datamodule).tokenizer
+        texts = {}
+        for prompt in self.prompts:
+            ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+            new = cast(Writer, pl_module).continue_ids(
+                ids, eos_id=tokenizer.eos_id, n_tokens=tokenizer.size, **self.options
+            )
+            texts[prompt] = prompt + tokenizer.decode(new)
+        return texts

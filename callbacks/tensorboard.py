@@ -1,0 +1,108 @@
+"""TensorBoard without a seam: one event stream a run, and a page that is laid out."""
+
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
+from torch.utils.tensorboard.summary import hparams
+
+from callbacks.trainer import announce
+
+# Curves that belong into one picture, under Custom Scalars.
+LAYOUT = {
+    "run": {
+        "loss": ["Multiline", ["train/loss", "val/loss"]],
+        "learning rate": ["Multiline", ["optim/lr"]],
+        "gradient norm and where it is clipped": [
+            "Multiline",
+            ["optim/grad_norm", "optim/clip_at"],
+        ],
+        "tokens/s": ["Multiline", ["throughput/tokens_per_sec"]],
+        "MFU": ["Multiline", ["throughput/mfu"]],
+    }
+}
+
+
+class SeamlessTensorBoard(TensorBoardLogger):
+    """One event stream for the whole life of a run, without the rows that a kill left behind."""
+
+    def __init__(self, root: Path, plan: Callable[[], str] | None = None) -> None:
+        super().__init__(root, name="", version="tensorboard", default_hp_metric=False)
+        self._plan = plan
+        self._fails = False
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        # Lightning asks at set-up, before the position is known, and the answer must purge.
+        return super().experiment if "purge_step" in self._kwargs else None
+
+    @rank_zero_only
+    def resume_at(self, step: int) -> None:
+        """Have the page drop all rows past a step; to be called before the first figure."""
+        # Step 0 has the page's own texts, which a start at step 0 writes again.
+        self._kwargs["purge_step"] = step + 1 if step else 0
+        self._put_in_order()
+        if step == 0:
+            self.experiment.add_custom_scalars(LAYOUT)
+            if self._plan is not None:
+                # Four spaces keep the columns.
+                lines = self._plan().splitlines()
+                self.experiment.add_text("plan", "\n".join(f"    {line}" for line in lines), 0)
+
+    @rank_zero_only
+    def log_hyperparams(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any
+    ) -> None:
+        """Show settings beside the validation loss, under HParams."""
+        # Lightning's own adds a made-up value to the curve of each figure it is given.
+        plain = self._sanitize_params(vars(params) if isinstance(params, Namespace) else params)
+        writer = self.experiment._get_file_writer()
+        for summary in hparams(plain, {"val/loss": 0.0}):
+            writer.add_summary(summary)
+
+    def _put_in_order(self) -> None:
+        # The page reads event files by the time in their names. After a clock was set back the new
+        # one would come first, and the purge would be of nothing.
+        now = int(time.time())
+        files = sorted(Path(self.log_dir).glob("events.out.tfevents.*"))
+        late = [path for path in files if int(path.name.split(".")[3]) >= now]
+        for place, path in enumerate(late):
+            parts = path.name.split(".")
+            parts[3] = f"{now - len(late) + place:010d}"
+            path.rename(path.with_name(".".join(parts)))
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        try:
+            super().log_metrics(metrics, step)
+            self._fails = False
+        except (OSError, ValueError) as error:
+            # Lightning wraps whatever the writer raises.
+            cause = error.__cause__ if isinstance(error, ValueError) else error
+            if not isinstance(cause, OSError):
+                raise
+            self._begin_anew(cause, step)
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Put what was logged on disk: rows not flushed die with a kill."""
+        try:
+            if self._experiment is not None:
+                self._experiment.flush()
+        except OSError as error:
+            self._begin_anew(error, None)
+
+    def _begin_anew(self, error: OSError, step: int | None) -> None:
+        # A full disk must not end a run. Its writer is dead for good: the next step gets another.
+        self._experiment = None
+        if step is not None:
+            self._kwargs["purge_step"] = step
+        if not self._fails:
+            announce(f"warning: the curves in {self.log_dir} have a gap: {error}")
+        self._fails = True

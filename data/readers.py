@@ -1,0 +1,207 @@
+"""What to prepare: files, folders, globs and data sets of a hub, each as a stream of documents."""
+
+import glob
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from data.chunks import CHUNK, Chunks, cut, package, paragraphs
+from data.texts import BLANK, BOM, DAMAGED, Fault, Note, ReadOptions, emit, missing, text_of
+
+SUPPORTED = ".jsonl, .json, .txt (each also with .gz or .zst) and .parquet"
+
+
+@runtime_checkable
+class Input(Protocol):
+    """What documents come from. Each iteration reads it from its start and gives the same."""
+
+    name: str
+    size: int
+    """Bytes on disk, or rows."""
+    identity: list[Any]
+    """Differs when the content does."""
+
+    @property
+    def at(self) -> int:
+        """How much of `size` was read."""
+        ...
+
+    def __iter__(self) -> Iterator[str | Note]: ...
+
+
+def find_inputs(words: Iterable[str], options: ReadOptions) -> list[Input]:
+    """Files, in order, that files, folders, globs and `hf:NAME[:SPLIT]` stand for.
+
+    Raises:
+        ValueError: a word names nothing, a file is of no kind that we read, or a package is
+            missing.
+    """
+    found: list[Input] = []
+    for word in words:
+        if word.startswith("hf:"):
+            found.append(HubDataset(word, options))
+            continue
+        paths = [word] if os.path.exists(word) else sorted(glob.glob(word, recursive=True))
+        files = [file for path in paths for file in _files(Path(path))]
+        if not files:
+            raise ValueError(f"{word}: there is no such file; name files of {SUPPORTED}")
+        found += [InputFile(file, options) for file in files]
+    return found
+
+
+def refuse_twins(inputs: Iterable[Input]) -> None:
+    """Refuse an input that is named twice.
+
+    Raises:
+        ValueError: there is one.
+    """
+    seen: set[str] = set()
+    for each in inputs:
+        place = os.path.realpath(each.name) if isinstance(each, InputFile) else each.name
+        if place in seen:
+            raise ValueError(
+                f"{each.name} is named twice: its text would count double; name it once"
+            )
+        seen.add(place)
+
+
+class InputFile:
+    """A file, whose compression is known by its content and whose kind by its name."""
+
+    def __init__(self, path: Path, options: ReadOptions) -> None:
+        self.path, self.name, self.options = path, str(path), options
+        stat, self._chunks = path.stat(), Chunks(path)
+        self.size, self.identity = stat.st_size, [str(path), stat.st_size, stat.st_mtime_ns]
+        suffixes = [suffix for suffix in path.suffixes if suffix not in (".gz", ".zst")]
+        self.kind = "".join(suffixes[-1:]).lower()
+        if self._chunks.kind == "parquet":
+            self.kind = ".parquet"
+            package("pyarrow", "parquet", path)
+        if self.kind not in (".jsonl", ".json", ".txt", ".parquet"):
+            raise ValueError(
+                f"{path} is of no kind that is read, which are {SUPPORTED}: rename it to what it "
+                "holds, or name other files"
+            )
+
+    @property
+    def at(self) -> int:
+        return self._chunks.consumed
+
+    def __iter__(self) -> Iterator[str | Note]:
+        self._chunks = Chunks(self.path)
+        read = {".parquet": self._parquet, ".txt": self._texts}.get(self.kind, self._lines)
+        try:
+            yield from read()
+        except Fault as fault:
+            yield fault.note(f"{self.name}, byte {self._chunks.given}")
+
+    def _lines(self) -> Iterator[str | Note]:
+        for number, (at, line) in enumerate(cut(self._chunks, b"\n"), 1):
+            if line is not None and not line.removeprefix(BOM).strip():
+                yield Note(BLANK)
+            else:
+                place = f"{self.name}, line {number}"
+                yield from emit(place, at, line, self._parse, self.options)
+
+    def _parse(self, line: str) -> str | bytes:
+        try:
+            row = _DECODER.decode(line)
+        except json.JSONDecodeError as error:
+            detail = f"not valid JSON ({error.msg})"
+            if line.startswith("["):
+                detail += ", and a list of rows is not read, only one object a line"
+            at = len(line[: error.pos].encode("utf-8"))
+            raise Fault("not valid JSON", detail, at=at) from error
+        except (ValueError, RecursionError) as error:  # a number too long, lists too deep
+            raise Fault("not valid JSON", f"not valid JSON ({error})") from error
+        return text_of(row, self.options.field)
+
+    def _texts(self) -> Iterator[str | Note]:
+        rule = self.options.split_documents
+        separator = {"file": "", "blank_line": "\n"}.get(rule, rule).encode("utf-8")
+        pieces = cut(self._chunks, separator)
+        pieces = paragraphs(pieces) if rule == "blank_line" else pieces
+        for number, (at, piece) in enumerate(pieces, 1):
+            place = f"{self.name}, document {number}"
+            yield from emit(place, at, piece, self._unix, self.options)
+
+    def _unix(self, text: str) -> str:
+        text = text.replace("\r\n", "\n")
+        return text if self.options.split_documents == "file" else text.strip("\n")
+
+    def _parquet(self) -> Iterator[str | Note]:
+        arrow, field, done = package("pyarrow", "parquet", self.path), self.options.field, 0
+        try:
+            opened = package("pyarrow.parquet", "parquet", self.path).ParquetFile
+            file = opened(self.path, buffer_size=CHUNK)
+            names = file.schema_arrow.names
+            column = field if field in names else field.partition(".")[0]
+            if column not in names:
+                raise missing(field, names)
+            for batch in file.iter_batches(batch_size=256, columns=[column]):
+                values = batch.column(0)
+                if arrow.types.is_string(values.type) or arrow.types.is_large_string(values.type):
+                    values = values.cast(arrow.large_binary())  # it may be no UTF-8
+                for number, value in enumerate(values, done + 1):
+                    row, place = {column: value.as_py()}, f"{self.name}, row {number}"
+                    yield from emit(place, None, row, self._row, self.options)
+                done += len(values)
+                self._chunks.consumed = self.size * done // file.metadata.num_rows
+        except (arrow.ArrowException, OSError) as error:
+            detail = f"parquet that cannot be read after row {done} ({error})"
+            raise Fault(DAMAGED, detail, "fetch it again") from error
+
+    def _row(self, row: dict[str, Any]) -> str | bytes:
+        return text_of(row, self.options.field)
+
+
+class HubDataset:
+    """A data set of the Hugging Face hub, or a folder that its library loads: hf:NAME[:SPLIT]."""
+
+    def __init__(self, word: str, options: ReadOptions) -> None:
+        self.name, self.options, self.at = word, options, 0
+        _, name, *split = word.split(":")
+        datasets = package("datasets", "hf", word)
+        try:
+            rows = datasets.load_dataset(name, split=split[0] if split else "train")
+        except Exception as error:  # of the network, the hub, the disk or the data
+            first = str(error).partition("\n")[0]
+            raise ValueError(
+                f"{word} could not be loaded ({type(error).__name__}: {first}): check its name "
+                "and the network, or give files"
+            ) from error
+        self.size, self.identity = len(rows), [word, rows._fingerprint]
+        field = options.field
+        column = field if field in rows.column_names else field.partition(".")[0]
+        self._rows = rows.select_columns([column]) if column in rows.column_names else rows
+
+    def __iter__(self) -> Iterator[str | Note]:
+        field = self.options.field
+        for number, row in enumerate(self._rows, 1):
+            self.at = number
+            place = f"{self.name}, row {number}"
+            yield from emit(place, None, row, lambda row: text_of(row, field), self.options)
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = []
+    for folder, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise Fault("duplicate key", f'key "{twice}" stands twice in one object')
+    return row
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)

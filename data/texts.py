@@ -1,0 +1,154 @@
+"""The text of a row, or what is wrong with it, where, and what can be done."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+BOM = b"\xef\xbb\xbf"
+BLANK, EMPTY, REPLACED = "blank line", "empty text", "invalid UTF-8 replaced"
+"""What is counted and is no fault."""
+DAMAGED = "damaged file"
+TO_UTF8 = "convert the file, read U+FFFD for it by --encoding_errors replace"
+SHOWN = 80
+"""Characters of a bad row that its error shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """How files become documents."""
+
+    field: str = "text"
+    """Key of the text in a row; dots lead into nested objects."""
+    split_documents: str = "file"
+    """In .txt: file (each is a document), blank_line, or the text that stands between two."""
+    encoding_errors: Literal["strict", "replace"] = "strict"
+    """What is not UTF-8: a fault, or read as U+FFFD."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What is counted but gives no document; a fault has the text of its error."""
+
+    reason: str
+    fault: str | None = None
+
+
+class Fault(Exception):
+    """What is wrong with a row or a file.
+
+    Args:
+        reason: by which such faults are counted.
+        at: its offset in the row's bytes.
+    """
+
+    def __init__(self, reason: str, detail: str = "", remedy: str = "mend it", at: int = 0) -> None:
+        super().__init__(detail or reason)
+        self.reason, self.remedy, self.at = reason, remedy, at
+
+    def note(self, place: str, shown: str = "") -> Note:
+        """The fault as it is counted or, where it stops the work, reported."""
+        rest = "the rest of the file" if self.reason == DAMAGED else "such rows"
+        remedy = f"{self.remedy}, or leave {rest} out by --on_bad_row skip"
+        return Note(self.reason, f"{place}: {self}{shown}; {remedy}")
+
+
+def emit(
+    place: str, at: int | None, data: Any, parse: Callable[[Any], Any], options: ReadOptions
+) -> Iterator[str | Note]:
+    """The text of one row or piece, or a note of why there is none.
+
+    Args:
+        place: where it stands, for the error.
+        at: its byte offset in the file, if it has one.
+        data: what `parse` takes, or UTF-8 bytes of it; None for what is too long.
+        parse: gives the text, as str or UTF-8 bytes.
+    """
+    replaced, shown = False, ""
+    try:
+        if data is None:
+            raise Fault("too long", "longer than a document may be", "split it")
+        if isinstance(data, bytearray):
+            if data.startswith(BOM):
+                data, at = data[len(BOM) :], (at or 0) + len(BOM)
+            shown = f": {_printable(data[: 4 * SHOWN].decode('utf-8', 'replace'))}"
+            data, replaced = _decode(data, options)
+        text = parse(data)
+        if not isinstance(text, str):
+            text, replaced = _decode(text, options)
+        if not text.isascii():
+            text, half = _pair(text, options)
+            replaced |= half
+    except Fault as fault:
+        byte = "" if at is None else f", byte {at + fault.at}"
+        yield fault.note(place + byte, shown)
+    else:
+        if replaced:
+            yield Note(REPLACED)
+        yield text or Note(EMPTY)
+
+
+def text_of(row: Any, field: str) -> str | bytes:
+    """The text at a field of a row.
+
+    Raises:
+        Fault: it is missing or no text.
+    """
+    if not isinstance(row, dict):
+        raise Fault(
+            "row that is no object", f"the row is {_named(row)}, no object with a field {field}"
+        )
+    value: Any = row
+    for key in [field] if field in row else field.split("."):
+        if not isinstance(value, dict) or key not in value:
+            raise missing(field, value if isinstance(value, dict) else ())
+        value = value[key]
+    if not isinstance(value, str | bytes):
+        raise Fault(
+            "field that is no text",
+            f"{field} is {_named(value)}",
+            "name another field by --field NAME",
+        )
+    return value
+
+
+def missing(field: str, keys: Any) -> Fault:
+    """The fault of a row without the field."""
+    found = ", ".join(f'"{key}"' for key in list(keys)[:20]) or "none"
+    detail = f'missing field "{field}", keys found: {found}'
+    return Fault("missing field", detail, "name the field by --field NAME")
+
+
+def _decode(data: bytes | bytearray, options: ReadOptions) -> tuple[str, bool]:
+    try:
+        return data.decode("utf-8"), False
+    except UnicodeDecodeError as error:
+        if options.encoding_errors == "replace":
+            return data.decode("utf-8", "replace"), True
+        detail = f"invalid UTF-8 ({error.reason})"
+        if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+            detail += "; it looks like UTF-16"
+        raise Fault("invalid UTF-8", detail, TO_UTF8, error.start) from error
+
+
+def _pair(text: str, options: ReadOptions) -> tuple[str, bool]:
+    try:
+        text.encode("utf-8")
+        return text, False
+    except UnicodeEncodeError as error:
+        if options.encoding_errors == "replace":
+            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), True
+        # JSON can spell what is no letter.
+        detail = f"half a surrogate pair, {text[error.start]!r}, which is no Unicode"
+        raise Fault("half a surrogate pair", detail, TO_UTF8) from error
+
+
+def _named(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    kinds = {dict: "an object", list: "a list", str: "a text"}
+    return kinds.get(type(value), f"a number ({value})")
+
+
+def _printable(text: str) -> str:
+    shown = "".join(letter if letter.isprintable() else " " for letter in text[:SHOWN])
+    return shown.rstrip()

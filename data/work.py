@@ -1,0 +1,243 @@
+"""Where a corpus is prepared: token streams that grow part by part and outlive a kill."""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from jaxtyping import Int, Integer, UInt
+
+from data.memmap import DTYPES
+
+SPLITS = ("train", "val")
+# Of an .npy of offsets; written when their number is known, for which numpy leaves room.
+HEADER_BYTES = 128
+
+
+class SplitWriter:
+    """The token files and document offsets of a split, as far as they are known to be whole.
+
+    What was written behind the given counts, by a run that was killed, is cut off.
+
+    Args:
+        shard_tokens: of each file; None for one file.
+        tokens: of the whole part.
+        documents: of the whole part.
+
+    Raises:
+        FileNotFoundError: for a file that is shorter than it was.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        dtype: str,
+        shard_tokens: int | None,
+        tokens: int = 0,
+        documents: int = 0,
+    ) -> None:
+        self.folder, self.split, self.dtype = folder, split, DTYPES[dtype]
+        self.shard_tokens, self.tokens, self.documents = shard_tokens, tokens, documents
+        docs = folder / f"{split}.docs.npy"
+        if documents == 0:
+            docs.write_bytes(bytes(HEADER_BYTES))
+        self._docs = _open_at(docs, HEADER_BYTES + 8 * documents)
+        try:
+            self._file = self._open_file()
+        except FileNotFoundError:
+            self._docs.close()
+            raise
+        self._docs.write(np.int64(tokens).astype("<i8").tobytes())
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the token files so far, in order."""
+        if self.shard_tokens is None:
+            return [f"{self.split}.bin"]
+        shards = max(1, -(-self.tokens // self.shard_tokens))
+        return [f"{self.split}-{shard:05d}.bin" for shard in range(shards)]
+
+    def append(self, ids: Integer[np.ndarray, " N"], ends: Int[np.ndarray, " D"]) -> None:
+        """Add tokens, with the offsets among them at which documents end.
+
+        Raises:
+            ValueError: for an id too large for the type.
+        """
+        narrowed = narrow(ids, self.dtype, self.folder / self.files[-1])
+        self._docs.write((self.tokens + ends).astype("<i8").tobytes())
+        self.documents += ends.size
+        while narrowed.size:
+            room = narrowed.size
+            if self.shard_tokens is not None:
+                room = self.shard_tokens - self.tokens % self.shard_tokens
+            self._file.write(narrowed[:room].tobytes())
+            self.tokens += narrowed[:room].size
+            narrowed = narrowed[room:]
+            if self.shard_tokens is not None and self.tokens % self.shard_tokens == 0:
+                self.sync()
+                self._file.close()
+                self._file = self._open_file()
+
+    def sync(self) -> None:
+        """Return when all is on disk."""
+        for file in (self._file, self._docs):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self) -> None:
+        """Give the document offsets their header and close the files."""
+        self._docs.seek(0)
+        shape = {"descr": "<i8", "fortran_order": False, "shape": (self.documents + 1,)}
+        np.lib.format.write_array_header_1_0(self._docs, shape)
+        assert self._docs.tell() == HEADER_BYTES
+        self.sync()
+        self.close()
+
+    def close(self) -> None:
+        """Close the files as they are."""
+        self._docs.close()
+        self._file.close()
+
+    def _open_file(self) -> IO[bytes]:
+        if self.shard_tokens is None:
+            return _open_at(self.folder / f"{self.split}.bin", self.tokens * self.dtype.itemsize)
+        shard, inside = divmod(self.tokens, self.shard_tokens)
+        path = self.folder / f"{self.split}-{shard:05d}.bin"
+        return _open_at(path, inside * self.dtype.itemsize)
+
+
+class Work:
+    """The folder of a job that is not done: `state` is what of it is whole, None at its start.
+
+    Work of another job is thrown away.
+
+    Args:
+        job: what the result depends on.
+        softer: settings of the job by which it may differ from the one that was begun, with the
+            value that one had: nothing was left out under it.
+    """
+
+    def __init__(self, folder: Path, job: dict[str, Any], softer: dict[str, Any]) -> None:
+        self.folder, self.job = folder, job
+        self.state: dict[str, Any] | None = None
+        self.writers: dict[str, SplitWriter] = {}
+        known = _load(folder / "state.json")
+        same = known is not None and (known["job"] == job or known["job"] == job | softer)
+        # The tokenizer was there before the state, and leaves only when all is written.
+        if known is not None and same:
+            self.state = known | {"job": job}
+        elif folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(exist_ok=True)
+
+    @property
+    def meta(self) -> dict[str, Any] | None:
+        """What `meta.json` will hold, of a job that only has to be published."""
+        return None if self.state is None else _load(self.folder / "meta.json")
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether another call could go on here, rather than begin."""
+        known = _load(self.folder / "state.json")
+        return known is not None and any(known[split]["documents"] for split in SPLITS)
+
+    def open(self, dtype: str, shard_tokens: int | None, n_inputs: int) -> dict[str, Any]:
+        """The state to go on from, with `writers` that stand there."""
+        try:
+            self._open_writers(dtype, shard_tokens)
+        except FileNotFoundError:
+            self.close()
+            self.state = None
+            self._open_writers(dtype, shard_tokens)
+        if self.state is None:
+            counts = {"documents": 0, "tokens": 0, "eos": 0, "bytes": 0}
+            self.state = {"job": self.job, "next": [0, 0], "left_out": {}}
+            self.state |= {split: {**counts, "sources": [0] * n_inputs} for split in SPLITS}
+            self.commit()
+        return self.state
+
+    def _open_writers(self, dtype: str, shard_tokens: int | None) -> None:
+        for split in SPLITS:
+            counts = (self.state or {}).get(split, {})
+            whole = (counts.get("tokens", 0), counts.get("documents", 0))
+            self.writers[split] = SplitWriter(self.folder, split, dtype, shard_tokens, *whole)
+
+    def commit(self) -> None:
+        """Make what was written so far outlive a kill."""
+        for writer in self.writers.values():
+            writer.sync()
+        write_json(self.folder / "state.json", self.state)
+
+    def publish(self, output: Path, names: Sequence[str]) -> None:
+        """Move files to where they belong, in order; a kill in between can be made good."""
+        for name in names:
+            if (self.folder / name).exists():
+                os.replace(self.folder / name, output / name)
+        sync_folder(output)
+        self.remove()
+
+    def remove(self) -> None:
+        """Leave nothing behind."""
+        shutil.rmtree(self.folder)
+
+    def close(self) -> None:
+        """Close the files; what is not whole is cut off when the work goes on."""
+        for writer in self.writers.values():
+            writer.close()
+
+
+def narrow(ids: Integer[np.ndarray, " N"], dtype: np.dtype, path: Path) -> UInt[np.ndarray, " N"]:
+    """The ids in the type of a token file.
+
+    Raises:
+        ValueError: for an id that the type would wrap into another one.
+    """
+    limit = np.iinfo(dtype).max
+    if ids.size and ids.max() > limit:
+        raise ValueError(
+            f"{path}: id {ids.max()} does not fit {dtype.name}, whose ids are below {limit + 1}: "
+            "write uint32"
+        )
+    return ids.astype(dtype)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file that is whole or not there."""
+    part = path.with_name(f"{path.name}.tmp")
+    with part.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(json.dumps(content))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names in a folder are on disk."""
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        handle = os.open(folder, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def _open_at(path: Path, n_bytes: int) -> IO[bytes]:
+    """The file, new where it is to hold nothing yet, else cut there."""
+    if n_bytes == 0:
+        path.touch()
+    if path.stat().st_size < n_bytes:
+        raise FileNotFoundError(path)
+    file = path.open("r+b")
+    file.truncate(n_bytes)
+    file.seek(n_bytes)
+    return file
+
+
+def _load(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
