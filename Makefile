@@ -23,7 +23,7 @@ train: env ## prepare the corpus, then train configs/small.yaml; again: resume
 	$(BIN)/lightning fit --config $(CONFIG)
 
 test: env ## run the tests (under 5 minutes)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 
 test-slow: env ## run the tests that take longer
 	$(BIN)/python -m pytest -q -m 'slow and not gpu'

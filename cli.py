@@ -167,7 +167,7 @@ def input_parser() -> argparse.ArgumentParser:
     add("--output", required=True, metavar="DIR", help="folder to make, for data.path")
     words = "tokenizer.json, its folder, byte, or tiktoken:NAME; unset: one is trained"
     add("--tokenizer", metavar="NAME", help=words)
-    add("--vocab_size", type=int, metavar="N", help="ids of the byte-level BPE to train")
+    add("--vocab_size", type=int, metavar="N", help="ids of the BPE to train, on up to 512 MB")
     add("--field", default="text", help="key of the text in a row, dots lead into objects (text)")
     words = "documents of .txt: file (default), blank_line, or what stands between two of them"
     add("--split_documents", default="file", metavar="RULE", help=words)

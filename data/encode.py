@@ -83,21 +83,24 @@ class Batch:
 
 def training_texts(sources: Sources, show: bool) -> Iterator[str]:
     """Texts of the training split; of each input its beginning, where all are too many."""
-    left, bar = SAMPLE_BYTES, Progress("train tokenizer", sources, show)
-    for number, (given, source) in enumerate(sources.inputs):
-        share = left // (len(sources.inputs) - number)
-        for item in source if given != "val" else ():
-            text = sources.take(item)
-            if text is None:
-                continue
-            data = text.encode("utf-8")
-            if (given or sources.split_of(data)[0]) == "train":
-                yield text
-                share, left = share - len(data), left - len(data)
-                bar.update(number, source.at, len(data))
-            if share <= 0:
-                break
-    bar.close()
+    left, cut = SAMPLE_BYTES, 0
+    with Progress("train tokenizer", sources, show) as bar:
+        for number, (given, source) in enumerate(sources.inputs):
+            share = left // (len(sources.inputs) - number)
+            for item in source if given != "val" else ():
+                text = sources.take(item)
+                if text is None:
+                    continue
+                data = text.encode("utf-8")
+                if (given or sources.split_of(data)[0]) == "train":
+                    if share <= 0:
+                        cut += 1
+                        break
+                    yield text
+                    share, left = share - len(data), left - len(data)
+                    bar.update(number, source.at, len(data))
+    if cut and show:
+        print(f"tokenizer: trained on the beginning of {cut:,} inputs", file=sys.stderr)
 
 
 def encode(
@@ -108,29 +111,23 @@ def encode(
     bos: bool,
     workers: int | None,
     show: bool,
-) -> float:
+) -> None:
     """Write what the work's state lacks; a kill costs the part that is not whole.
-
-    Returns:
-        The smallest `val_fraction` by which one of the documents would validate.
 
     Raises:
         ValueError: for a fault in an input.
     """
     assert work.state is not None
-    lowest, saved = 1.0, 0
-    bar = Progress("encode", sources, show)
-    batches = _batches(sources, *work.state["next"])
-    for batch, rows in _encoded(batches, tokenizer, workers or os.cpu_count() or 1):
-        _write(work, batch, rows, tokenizer, bos)
-        lowest, saved = min(lowest, batch.lowest), saved + batch.n_bytes
-        bar.update(*batch.read, batch.n_bytes)
-        if saved >= PART_BYTES:
-            saved = 0
-            work.commit()
-            bar.say()
-    bar.close()
-    return lowest
+    saved, batches = 0, _batches(sources, *work.state["next"])
+    with Progress("encode", sources, show) as bar:
+        for batch, rows in _encoded(batches, tokenizer, workers or os.cpu_count() or 1):
+            _write(work, batch, rows, tokenizer, bos)
+            bar.update(*batch.read, batch.n_bytes)
+            saved += batch.n_bytes
+            if saved >= PART_BYTES:
+                saved = 0
+                work.commit()
+                bar.say()
 
 
 def _batches(sources: Sources, first: int, done: int) -> Iterator[Batch]:
@@ -194,6 +191,7 @@ def _write(
         writer.append(np.frombuffer(ids[split], np.uint32), np.array(ends[split], np.int64))
         work.state[split] |= {"tokens": writer.tokens, "documents": writer.documents}
     work.state["left_out"] = Counter(work.state["left_out"]) + batch.left_out
+    work.state["lowest_share"] = min(work.state["lowest_share"], batch.lowest)
     work.state["next"] = batch.next
 
 
@@ -230,10 +228,13 @@ class Progress:
         left = tqdm.format_interval(seconds)
         self._print(f"{self.share:.0%} read, {self.rate:.1f} MB/s, {left} left")
 
-    def close(self) -> None:
-        """The stage is done."""
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
         self.bar.close()
-        self._print(f"{self.n_bytes / 1e6:.1f} MB of text done, {self.rate:.1f} MB/s")
+        if kind is None:
+            self._print(f"{self.n_bytes / 1e6:.1f} MB of text done, {self.rate:.1f} MB/s")
 
     def _print(self, line: str) -> None:
         if self.lines:

@@ -135,8 +135,9 @@ def prepare_files(
         found += [(split, each) for each in find_inputs(names, settings.read)]
     refuse_twins([each for _, each in found])
     tokenizer = settings.tokenizer and find_tokenizer(settings.tokenizer)
+    named = [*inputs, *settings.val_input]
     job = Job(
-        name=", ".join([*inputs, *settings.val_input]),
+        name=", ".join(named[:3]) + (f" and {len(named) - 3} more" if named[3:] else ""),
         sources=Sources(
             inputs=found,
             val_fraction=settings.val_fraction,
@@ -208,15 +209,15 @@ def _locked(job: Job, output: Path, progress: bool, again: bool = True) -> dict[
 
 def _prepare(job: Job, work: Work, progress: bool) -> dict[str, Any]:
     settings, path = job.settings, work.folder / "tokenizer.json"
+    tokenizer = job.tokenizer
     if work.state is None:
-        (job.tokenizer or _train(job, progress)).save(path)
-    tokenizer = TextTokenizer.load(path)
+        tokenizer = tokenizer or _train(job, progress)
+        tokenizer.save(path)
+    tokenizer = tokenizer or TextTokenizer.load(path)
     dtype = token_dtype(tokenizer.size) if settings.dtype == "auto" else settings.dtype
     state = work.open(dtype, settings.shard_tokens, len(job.sources.inputs))
-    lowest = encode(
-        job.sources, tokenizer, work, bos=settings.bos, workers=job.workers, show=progress
-    )
-    _refuse_empty(job, state, lowest)
+    encode(job.sources, tokenizer, work, bos=settings.bos, workers=job.workers, show=progress)
+    _refuse_empty(job, state)
     ids = {kind: tokenizer.special_id(kind) for kind in ("eos", "bos", "pad")}
     meta: dict[str, Any] = {
         "format": FORMAT,
@@ -271,7 +272,7 @@ def _check_tokenizer(tokenizer: TextTokenizer, settings: Settings) -> None:
         )
 
 
-def _refuse_empty(job: Job, state: dict[str, Any], lowest: float) -> None:
+def _refuse_empty(job: Job, state: dict[str, Any]) -> None:
     documents = [state[split]["documents"] for split in SPLITS]
     settings, (train, val) = job.settings, documents
     if train and val:
@@ -290,7 +291,7 @@ def _refuse_empty(job: Job, state: dict[str, Any], lowest: float) -> None:
     elif val:
         remedy = "give a smaller --val_fraction, or validate on files given by --val_input"
     else:
-        share = math.ceil(lowest * 1000) / 1000
+        share = math.ceil(state["lowest_share"] * 1000) / 1000
         remedy = f"give --val_fraction {share} or more, or files for it by --val_input"
     raise ValueError(
         f"{job.name}: its {'val' if train else 'train'} part has 0 documents / 0 tokens, the other "

@@ -74,8 +74,8 @@ class InputFile:
         self.path, self.name, self.options = path, str(path), options
         stat, self._chunks = path.stat(), Chunks(path)
         self.size, self.identity = stat.st_size, [str(path), stat.st_size, stat.st_mtime_ns]
-        suffixes = [suffix for suffix in path.suffixes if suffix not in (".gz", ".zst")]
-        self.kind = "".join(suffixes[-1:]).lower()
+        suffixes = [each for each in map(str.lower, path.suffixes) if each not in (".gz", ".zst")]
+        self.kind = "".join(suffixes[-1:])
         if self._chunks.kind == "parquet":
             self.kind = ".parquet"
             package("pyarrow", "parquet", path)

@@ -24,6 +24,11 @@ class ReadOptions:
     encoding_errors: Literal["strict", "replace"] = "strict"
     """What is not UTF-8: a fault, or read as U+FFFD."""
 
+    def __post_init__(self) -> None:
+        for name in ("field", "split_documents"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name} is empty: leave it out or give it a value")
+
 
 @dataclass(frozen=True)
 class Note:
@@ -63,16 +68,15 @@ def emit(
         data: what `parse` takes, or UTF-8 bytes of it; None for what is too long.
         parse: gives the text, as str or UTF-8 bytes.
     """
-    replaced, shown = False, ""
+    replaced, value = False, data
     try:
         if data is None:
             raise Fault("too long", "longer than a document may be", "split it")
         if isinstance(data, bytearray):
             if data.startswith(BOM):
                 data, at = data[len(BOM) :], (at or 0) + len(BOM)
-            shown = f": {_printable(data[: 4 * SHOWN].decode('utf-8', 'replace'))}"
-            data, replaced = _decode(data, options)
-        text = parse(data)
+            value, replaced = _decode(data, options)
+        text = parse(value)
         if not isinstance(text, str):
             text, replaced = _decode(text, options)
         if not text.isascii():
@@ -80,7 +84,7 @@ def emit(
             replaced |= half
     except Fault as fault:
         byte = "" if at is None else f", byte {at + fault.at}"
-        yield fault.note(place + byte, shown)
+        yield fault.note(place + byte, _shown(data))
     else:
         if replaced:
             yield Note(REPLACED)
@@ -149,6 +153,8 @@ def _named(value: Any) -> str:
     return kinds.get(type(value), f"a number ({value})")
 
 
-def _printable(text: str) -> str:
-    shown = "".join(letter if letter.isprintable() else " " for letter in text[:SHOWN])
-    return shown.rstrip()
+def _shown(data: Any) -> str:
+    if not isinstance(data, bytearray):
+        return ""
+    text = data[: 4 * SHOWN].decode("utf-8", "replace")[:SHOWN]
+    return f": {''.join(c if c.isprintable() else ' ' for c in text).rstrip()}"

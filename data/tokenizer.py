@@ -5,6 +5,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ class TextTokenizer:
             )
         return token_id
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the file's content; spacing and the order of keys do not count."""
         canonical = json.dumps(json.loads(self._text), sort_keys=True, separators=(",", ":"))

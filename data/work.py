@@ -155,7 +155,7 @@ class Work:
             self._open_writers(dtype, shard_tokens)
         if self.state is None:
             counts = {"documents": 0, "tokens": 0, "eos": 0, "bytes": 0}
-            self.state = {"job": self.job, "next": [0, 0], "left_out": {}}
+            self.state = {"job": self.job, "next": [0, 0], "left_out": {}, "lowest_share": 1.0}
             self.state |= {split: {**counts, "sources": [0] * n_inputs} for split in SPLITS}
             self.commit()
         return self.state

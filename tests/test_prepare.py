@@ -6,11 +6,13 @@ import os
 import random
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import Lightning
+from hypothesis import HealthCheck, given, settings, strategies
 
 from data import encode, prepare, work
 from data.folder import FILES, check_files, load_meta, missing_files
@@ -318,6 +320,30 @@ def test_id_that_would_wrap_is_refused():
     )
 
 
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    texts=strategies.lists(strategies.text(max_size=9), min_size=1, max_size=7),
+    shard=strategies.none() | strategies.integers(1, 40),
+    batch=strategies.sampled_from([1, 9, 1 << 20]),
+    bos=strategies.booleans(),
+    ascii_only=strategies.booleans(),
+)
+def test_any_texts_are_found_again(
+    make, monkeypatch, tmp_path, texts, shard, batch, bos, ascii_only
+):
+    monkeypatch.setattr(encode, "BATCH_BYTES", batch)
+    rows = "\n".join(json.dumps({"text": text}, ensure_ascii=ascii_only) for text in [*texts, "x"])
+    meta = make({"a.jsonl": rows.encode()}, tokenizer="byte", bos=bos, shard_tokens=shard)
+    ids, ends, first = _ids(tmp_path / "o"), _offsets(tmp_path / "o"), [257] if bos else []
+    documents = [ids[begin:end] for begin, end in pairwise(ends)]
+    kept = [text.encode() for text in [*texts, "x"] if text]
+    assert documents == [[*first, *text, 256] for text in kept]
+    assert (meta["train"]["documents"], ends[-1]) == (len(kept), meta["train"]["tokens"])
+    assert meta["left_out"].get("empty text", 0) == texts.count("")
+
+
 # Shards
 
 
@@ -420,6 +446,11 @@ def refusal(lightning: Lightning, tmp_path, tok, monkeypatch):
 )
 def test_fault_is_one_line_that_can_be_acted_on(refusal, name, content, message):
     assert refusal(name, content) == message
+
+
+def test_many_inputs_are_not_all_named(make):
+    with pytest.raises(ValueError, match=r"b\.txt, .*c\.txt, .*d\.txt and 2 more: its train part"):
+        make({"b.txt": b"", "c.txt": b"", "d.txt": b"", "e.txt": b""})
 
 
 def test_cut_off_compression_stops_the_work(refusal):
@@ -530,8 +561,8 @@ def test_progress_is_lines_where_there_is_no_terminal(make, tmp_path, tok, capsy
     monkeypatch.setattr(encode, "BATCH_BYTES", 3)
     (tmp_path / "a.jsonl").write_bytes(_rows("abc", "de", "f"))
     (tmp_path / "v.jsonl").write_bytes(_rows("z"))
-    settings = Settings(vocab_size=270, val_input=[str(tmp_path / "v.jsonl")])
-    prepare_files([str(tmp_path / "a.jsonl")], tmp_path / "o", settings)
+    options = Settings(vocab_size=270, val_input=[str(tmp_path / "v.jsonl")])
+    prepare_files([str(tmp_path / "a.jsonl")], tmp_path / "o", options)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "train tokenizer: 2 inputs"
     assert lines[1].startswith("train tokenizer: 0.0 MB of text done, ")
@@ -583,8 +614,8 @@ def test_five_documents_without_one_to_validate_name_the_share_that_takes_one(re
     end = " or more, or files for it by --val_input"
     assert (message[: len(start)], message[-len(end) :]) == (start, end)
     share = message[len(start) : -len(end)]
-    settings = Settings(tokenizer="tok.json", val_fraction=float(share))
-    assert prepare_files(["a.jsonl"], Path("o"), settings, progress=False)["val"]["documents"] == 1
+    options = Settings(tokenizer="tok.json", val_fraction=float(share))
+    assert prepare_files(["a.jsonl"], Path("o"), options, progress=False)["val"]["documents"] == 1
 
 
 def test_one_document_cannot_be_split(refusal):
@@ -630,13 +661,17 @@ def test_tokenizer_is_trained_on_the_training_split(make, tmp_path):
 
 
 @pytest.mark.parametrize(("bound", "texts"), [(99, "abcdef"), (4, "abde"), (2, "ad"), (5, "abdef")])
-def test_tokenizer_is_trained_on_the_beginning_of_each_input(tmp_path, monkeypatch, bound, texts):
+def test_tokenizer_is_trained_on_the_beginning_of_each_input(
+    tmp_path, monkeypatch, capsys, bound, texts
+):
     monkeypatch.setattr(encode, "SAMPLE_BYTES", bound)
     for name, content in (("a.jsonl", _rows(*"abc")), ("b.jsonl", _rows(*"def"))):
         (tmp_path / name).write_bytes(content)
     found = prepare.find_inputs([str(tmp_path)], ReadOptions())
     sources = encode.Sources(inputs=[("train", each) for each in found])
-    assert "".join(encode.training_texts(sources, show=False)) == texts
+    assert "".join(encode.training_texts(sources, show=True)) == texts
+    told = "tokenizer: trained on the beginning of" in capsys.readouterr().err
+    assert told == (texts != "abcdef")
 
 
 def test_fault_while_a_tokenizer_is_trained_is_the_fault(make, tmp_path):

@@ -413,6 +413,15 @@ def test_missing_datasets_names_its_package(monkeypatch):
 # Which files
 
 
+@pytest.mark.parametrize(
+    ("field", "rule", "name"), [("", "x", "field"), ("x", "", "split_documents")]
+)
+def test_empty_option_is_refused(field, rule, name):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        ReadOptions(field=field, split_documents=rule)
+    assert str(caught.value) == f"--{name} is empty: leave it out or give it a value"
+
+
 @pytest.fixture
 def texts(tmp_path, monkeypatch):
     """A folder with files at two depths, some hidden; the working directory is above it."""
