@@ -18,6 +18,7 @@ from data.encode import Sources, encode, training_texts
 from data.folder import FILES, FORMAT, load_meta, missing_files, split_fingerprint
 from data.folder import check_files as check_files
 from data.readers import Input, find_inputs, refuse_twins
+from data.source import is_foreign
 from data.specials import END_OF_TEXT
 from data.texts import BLANK, EMPTY, REPLACED, ReadOptions
 from data.tokenizer import TextTokenizer
@@ -183,6 +184,11 @@ def prepare_corpus(
 def _locked(job: Job, output: Path, progress: bool, again: bool = True) -> dict[str, Any]:
     if job.tokenizer is not None:
         _check_tokenizer(job.tokenizer, job.settings)
+    if output.is_dir() and is_foreign(str(output)):
+        raise ValueError(
+            f"{output} holds token files that prepare did not make, and would be overwritten: name "
+            "another folder, or remove them"
+        )
     output.mkdir(parents=True, exist_ok=True)
     folder = os.open(output, os.O_RDONLY)
     try:

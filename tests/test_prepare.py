@@ -902,3 +902,16 @@ def test_line_of_50_megabytes_works(tmp_path):
     assert tokenizer.decode(ids) == f"{text}<|endoftext|>abc<|endoftext|>"
     assert ids[:600] == tokenizer.encode(text[:13000])[:600]
     assert memory < 700
+
+
+def test_token_files_of_others_are_not_overwritten(tmp_path):
+    others = tmp_path / "nanogpt" / "train.bin"
+    others.parent.mkdir()
+    others.write_bytes(b"\x05\x00" * 9)
+    with pytest.raises(ValueError, match="did not make") as refusal:
+        prepare.prepare_corpus("stdlib", others.parent, 300, progress=False)
+    assert str(refusal.value) == (
+        f"{others.parent} holds token files that prepare did not make, and would be overwritten: "
+        "name another folder, or remove them"
+    )
+    assert others.read_bytes() == b"\x05\x00" * 9
