@@ -358,7 +358,7 @@ def drill(argv: list[str]) -> None:
         print(f"{number:>5}  {start.resumed_from:<14}{killed:<36}{start.last_step:>14}")
     for where, bits in outcome.found[:5]:
         print(f"differs: {where}: {bits} bits")
-    changed = 0
+    changed, loss = 0, 0.0
     if other and not outcome.found:
         step, steps, changed, loss = fire_drill.elastic(arguments, root, other, say)
         print(
@@ -370,6 +370,13 @@ def drill(argv: list[str]) -> None:
     if outcome.found or changed:
         places = len(outcome.found) + changed
         raise RuntimeError(f"the runs differ in {places} places; they are in {root}")
+    if outcome.kills < options.kills:
+        raise RuntimeError(
+            f"the run never came to {options.kills - outcome.kills} of {options.kills} kills: "
+            "lengthen it, or save and validate more often"
+        )
+    if not loss <= fire_drill.SPLIT_LOSS:  # nan too
+        raise RuntimeError(f"losses under the other split differ by {loss:.0e}; see {root}")
 
 
 def shortened(steps: int | None) -> list[str]:

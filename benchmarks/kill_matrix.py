@@ -78,6 +78,7 @@ def main() -> int:
         for where, count in outcome.found[:3]:
             say(f"  {where}: {count} bits")
         kills, bits = kills + outcome.kills, bits + outcome.bits
+        stuck += outcome.kills < options.kills
         shutil.rmtree(root)
     say(f"\n{kills} kills, {bits} differing bits, {stuck} runs that could not go on")
     if options.record:

@@ -253,8 +253,14 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        self.wait()
-        copy = self._copies.of(checkpoint)
+        try:
+            self.wait()
+            copy = self._copies.of(checkpoint)
+        except (OSError, RuntimeError) as error:
+            # Told by `then`: raised here, it would leave the other ranks waiting at a barrier.
+            self._job = Future()
+            self._job.set_exception(error)
+            return
         self._job = self._thread.submit(write_checkpoint, copy, Path(path))
 
     def then(self, finish: Callable[[BaseException | None], None]) -> None:
@@ -355,6 +361,8 @@ class AtomicCheckpoint(Checkpoint):
         self._validating = False
         self._validation_due_at = -1
         self._random_states: list[dict[str, Any]] = []
+        self._states_before_validation: dict[str, Any] = {}
+        self._kept_best: float | None = None
         self._failure: str | None = None
 
     # Saving
@@ -375,7 +383,11 @@ class AtomicCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not at_step_edge(trainer, batch_idx) or validation_follows(trainer, batch_idx):
+        if not at_step_edge(trainer, batch_idx):
+            return
+        if validation_follows(trainer, batch_idx):
+            # Beginning to validate draws from them, and a validation cut short begins again.
+            self._states_before_validation = random_states()
             return
         if self._due(trainer):
             self.save_now(trainer)
@@ -405,14 +417,15 @@ class AtomicCheckpoint(Checkpoint):
         if failure:
             raise RuntimeError(f"the last checkpoint could not be written: {failure}")
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning enters no loop when no step is left, not even for a validation that is due.
+    def make_up_validation(self, trainer: Trainer) -> None:
+        """Run the last validation of a run, where a signal cut it short."""
         if self._validation_due_at == trainer.global_step and trainer.enable_validation:
+            self._validation_due_at = -1
             resume_logs(trainer)
             trainer.validating = True
             trainer.fit_loop.epoch_loop.val_loop.run()
             trainer.training = True
-            self.on_train_end(trainer, pl_module)
+            self.on_train_end(trainer, trainer.lightning_module)
 
     def _due(self, trainer: Trainer) -> bool:
         step = trainer.global_step
@@ -469,9 +482,13 @@ class AtomicCheckpoint(Checkpoint):
             announce(f"warning: an older checkpoint could not be removed: {unkept}")
 
     def _retain(self, folder: Path, best: float | None) -> None:
-        for place, (step, path) in enumerate(checkpoints(folder)):
+        held = checkpoints(folder)
+        # The best before it stays until the best itself is on disk.
+        if best in [step for step, _ in held]:
+            self._kept_best = best
+        for place, (step, path) in enumerate(held):
             forever = self.keep_every is not None and step % self.keep_every == 0
-            if place >= self.keep_last and step != best and not forever:
+            if place >= self.keep_last and step != self._kept_best and not forever:
                 path.unlink(missing_ok=True)
 
     # What a checkpoint holds beside Lightning's own
@@ -485,10 +502,11 @@ class AtomicCheckpoint(Checkpoint):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        states: list[Any] = [random_states()]
+        own = self._states_before_validation if self._validating else random_states()
+        states: list[Any] = [own]
         if trainer.world_size > 1:
             states = [None] * trainer.world_size
-            torch.distributed.all_gather_object(states, random_states())
+            torch.distributed.all_gather_object(states, own)
         checkpoint["random_states"] = states
         checkpoint["contract"] = contract(trainer)
         checkpoint["validation_due"] = self._validating
@@ -568,3 +586,4 @@ class AtomicCheckpoint(Checkpoint):
         # After all set-up, which draws random numbers of its own.
         if trainer.global_rank < len(self._random_states):
             restore_random_states(self._random_states[trainer.global_rank])
+        self._states_before_validation = random_states()

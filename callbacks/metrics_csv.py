@@ -102,10 +102,9 @@ class MetricsCSV(Logger):
 
     def _put(self, row: dict[str, Any]) -> None:
         new = [name for name in row if name not in self._columns]
-        again = row["step"] == self._last
-        if new or again or not self.path.exists():
+        if new or row["step"] == self._last or not self.path.exists():
             rows = self._read()
-            if again:
+            if rows and int(rows[-1]["step"]) == row["step"]:
                 row = {k: v for k, v in rows.pop().items() if v != ""} | row
             self._write([*rows, row], [*self._columns, *new])
             return

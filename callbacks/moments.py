@@ -12,10 +12,10 @@ from callbacks.trainer import at_step_edge
 
 VARIABLE = "RELIGHT_KILL_AT"
 MOMENTS = (
-    "start-up",
     "inside accumulation",
     "during validation",
     "while writing",
+    "start-up",
     "before fsync",
     "before replace",
     "before retention",

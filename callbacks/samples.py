@@ -71,11 +71,8 @@ class Samples(Callback):
                 callback.pause(trainer)
         for prompt, text in self.write(trainer, pl_module).items():
             for logger in trainer.loggers:
-                experiment = getattr(logger, "experiment", None)
-                if experiment is not None and hasattr(experiment, "add_text"):
-                    # Four spaces keep lines and indents.
-                    shown = "\n".join(f"    {line}" for line in text.splitlines())
-                    experiment.add_text(f"samples/{prompt}", shown, trainer.global_step)
+                if hasattr(logger, "show_text"):
+                    cast(Any, logger).show_text(f"samples/{prompt}", text, trainer.global_step)
 
     def write(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
         """Each prompt with its continuation."""

@@ -62,15 +62,16 @@ class StopSignals(Checkpoint):
         # A validation may take longer than the grace before a SIGKILL. What is saved here says
         # that it is still due.
         if trainer.state.fn == "fit":
-            self._leave_if_asked(trainer)
+            self._leave_if_asked(trainer, by_the_clock=False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
             self._leave_if_asked(trainer)
 
-    def _leave_if_asked(self, trainer: Trainer) -> None:
+    def _leave_if_asked(self, trainer: Trainer, by_the_clock: bool = True) -> None:
         number = self._received
-        if not number and self._now() >= self._deadline:
+        # A validation longer than the budget would else begin anew at every start.
+        if not number and by_the_clock and self._now() >= self._deadline:
             number = TIME_IS_UP
         number = cast(Any, trainer).largest(number)
         if not number:

@@ -1,8 +1,9 @@
 """TensorBoard without a seam: one event stream a run, and a page that is laid out."""
 
+import contextlib
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class SeamlessTensorBoard(TensorBoardLogger):
         super().__init__(root, name="", version="tensorboard", default_hp_metric=False)
         self._plan = plan
         self._fails = False
+        self._step = 0  # of the last figures
 
     @property
     @rank_zero_experiment
@@ -51,9 +53,7 @@ class SeamlessTensorBoard(TensorBoardLogger):
         if step == 0:
             self.experiment.add_custom_scalars(LAYOUT)
             if self._plan is not None:
-                # Four spaces keep the columns.
-                lines = self._plan().splitlines()
-                self.experiment.add_text("plan", "\n".join(f"    {line}" for line in lines), 0)
+                self.show_text("plan", self._plan(), 0)
 
     @rank_zero_only
     def log_hyperparams(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -79,30 +79,44 @@ class SeamlessTensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        try:
+        self._step = self._step if step is None else step
+        with self._survived():
             super().log_metrics(metrics, step)
+
+    @rank_zero_only
+    def show_text(self, tag: str, text: str, step: int) -> None:
+        """Show a text with its lines and indents, under Text."""
+        with self._survived():
+            # Four spaces keep them.
+            lines = "\n".join(f"    {line}" for line in text.splitlines())
+            self.experiment.add_text(tag, lines, step)
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Put what was logged on disk: rows not flushed die with a kill."""
+        with self._survived():
+            if self._experiment is not None:
+                self._experiment.flush()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        with self._survived():
+            super().finalize(status)
+
+    @contextlib.contextmanager
+    def _survived(self) -> Iterator[None]:
+        """A full disk must not end a run: its writer is dead, and the next step has another."""
+        try:
+            yield
             self._fails = False
         except (OSError, ValueError) as error:
             # Lightning wraps whatever the writer raises.
             cause = error.__cause__ if isinstance(error, ValueError) else error
             if not isinstance(cause, OSError):
                 raise
-            self._begin_anew(cause, step)
-
-    @rank_zero_only
-    def save(self) -> None:
-        """Put what was logged on disk: rows not flushed die with a kill."""
-        try:
-            if self._experiment is not None:
-                self._experiment.flush()
-        except OSError as error:
-            self._begin_anew(error, None)
-
-    def _begin_anew(self, error: OSError, step: int | None) -> None:
-        # A full disk must not end a run. Its writer is dead for good: the next step gets another.
-        self._experiment = None
-        if step is not None:
-            self._kwargs["purge_step"] = step
-        if not self._fails:
-            announce(f"warning: the curves in {self.log_dir} have a gap: {error}")
-        self._fails = True
+            self._experiment = None
+            # What is on the page stays.
+            self._kwargs["purge_step"] = self._step + 1
+            if not self._fails:
+                announce(f"warning: the curves in {self.log_dir} have a gap: {cause}")
+            self._fails = True

@@ -118,6 +118,11 @@ class Throughput(Callback):
 
     def step_figures(self, trainer: Trainer) -> dict[str, float]:
         """Figures since the last call, for the steps between two logs."""
+        # Progress has waited for the device by now: its queue belongs to the steps before.
+        if self._mark is not None:
+            now = self._now()
+            self._seconds += now - self._mark
+            self._mark = now
         figures = memory(trainer.strategy.root_device)
         module = cast(Learner, trainer.lightning_module)
         source = cast(Source, cast(Any, trainer).datamodule)

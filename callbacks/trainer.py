@@ -288,6 +288,14 @@ class Trainer(LightningTrainer):
         self._signal_connector.register_signal_handlers = lambda: None
         self.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
+    def _run_stage(self) -> Any:
+        result = super()._run_stage()
+        # Lightning enters no loop when no step is left, not even for a validation that is due.
+        for callback in self.checkpoint_callbacks:
+            if hasattr(callback, "make_up_validation"):
+                cast(Any, callback).make_up_validation(self)
+        return result
+
     def largest(self, number: int) -> int:
         """Largest of all ranks' numbers; they agree over the CPU, which waits for no GPU."""
         if self.world_size == 1:

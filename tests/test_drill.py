@@ -46,6 +46,7 @@ def test_single_flipped_bit_is_found_and_counted():
         ({"a": torch.ones(2)}, {"a": torch.ones(3)}, "a"),
         ({"a": torch.ones(2)}, {"a": torch.ones(2).double()}, "a"),
         ({"a": 1}, {"b": 1}, ""),
+        ({"a": torch.tensor([0.0, 1.0])}, {"a": torch.tensor([-0.0, 1.0])}, "a"),
     ],
 )
 def test_every_kind_of_difference_is_found(one: object, other: object, where: str):
