@@ -243,8 +243,8 @@ def elastic(
     changed_at = int(start.resumed_from.split()[-1])
     if before.code == 0 or not 0 < changed_at < len(pairs):
         raise RuntimeError(
-            f"--elastic: the run's first save is at its end (step {changed_at} of {len(pairs)}): no "
-            "step is left for another split; save sooner by checkpoint.every_n_steps"
+            f"--elastic: the first save is at the run's end (step {changed_at} of {len(pairs)}): "
+            "no step is left for another split; save sooner by checkpoint.every_n_steps"
         )
     losses = [(float(one["train/loss"]), float(two["train/loss"])) for one, two in pairs]
     apart = [abs(one - other) / one for one, other in losses]
