@@ -18,8 +18,8 @@ MIXED = {"bf16-mixed": True, "16-mixed": True, "32-true": False}
 # Flash attention's kernels take heads up to this width, in steps of 8.
 WIDEST_HEAD = 256
 MANY_EPOCHS = 4
-# Steps from which on 1 % of a run is worth saving for.
-LONG_RUN = 1000
+# Steps from which on 1 % of a run is worth saving for: below, it is seconds.
+LONG_RUN = 5000
 
 
 @dataclass(frozen=True, kw_only=True)
