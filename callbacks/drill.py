@@ -193,9 +193,11 @@ def drill(
             lambda line, number=number: say(f"start {number}, {line}"),
         )
         starts.append(start)
-        # A kill that a whole run never comes to is left out.
-        if start.code or (waiting and moment != "random" and start.resumed_from == "step 0"):
+        if start.code:
             waiting.pop(0)
+        elif waiting and moment != "random" and start.resumed_from == "step 0":
+            # A whole run never came to it: the first time will do, else it is left out.
+            waiting[:1] = [first] if (first := f"{moment.split(':')[0]}:1") != moment else []
         if start.code == 0:
             found = compare(whole, killed)
             if found or not waiting:
