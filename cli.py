@@ -28,6 +28,9 @@ LINKS = {
     "data.vocab_size": "model.config.vocab_size",
 }
 
+# Said at the end of the help of commands that have options of their own beside a run's.
+OTHERS = "All other options are those of lightning fit, --config first of all."
+
 # Exit codes of a program that was asked to stop; SIGUSR1 is a scheduler's early SIGTERM.
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
 
@@ -153,12 +156,11 @@ def prepare(argv: list[str]) -> None:
 def input_parser() -> argparse.ArgumentParser:
     """Options of `prepare --input`."""
     parser = LineParser(
-        prog="lightning prepare",
+        prepare,
         usage="lightning prepare --input FILE ... --output DIR [--tokenizer NAME] [--OPTION VALUE]"
         "\n       lightning prepare --config FILE [--KEY VALUE ...]",
         description="Turn text into token files. A killed call goes on when it is given again.",
         epilog="With --config, the corpus named by data.corpus is prepared at data.path.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     kinds = ".jsonl, .json (an object a line), .txt, also .gz or .zst; .parquet; hf:NAME[:SPLIT]"
@@ -211,11 +213,10 @@ def print_summary(lines: list[str]) -> None:
 
 def plan(argv: list[str]) -> None:
     """Show everything that can be known of a run without training."""
-    parser = LineParser(prog="lightning plan", description=plan.__doc__, allow_abbrev=False)
+    parser = LineParser(plan, epilog=OTHERS)
     add = parser.add_argument
     add("--json", action="store_true", help="print all figures as JSON, for scripts")
     add("--hours", type=float, nargs="+", help="durations to look at; unset: 8 to 67 hours")
-    parser.epilog = "All other options are those of lightning fit, --config first of all."
     options, run = parser.parse_known_args(argv)
     for hours in options.hours or ():
         if not 0 < hours < float("inf"):
@@ -224,8 +225,10 @@ def plan(argv: list[str]) -> None:
 
     import json
 
+    from callbacks.trainer import keep_promises
     from lm.plan import HOURS, ledger, table
 
+    keep_promises(vars(cli.config.trainer))
     found = ledger(run_plan(cli, tuple(options.hours or HOURS)))
     print(json.dumps(found, indent=1) if options.json else table(found))
 
@@ -236,14 +239,13 @@ def run_plan(cli: Any, hours: tuple[float, ...]) -> Any:
 
     from callbacks.checkpoint import checkpoints
     from callbacks.peak_flops import peak_flops
-    from callbacks.trainer import choose_precision, device_type, keep_promises
+    from callbacks.trainer import choose_precision, device_type
     from lm.plan import RunPlan
 
     trainer, checkpoint, throughput = (
         cli._get(cli.config, section) for section in ("trainer", "checkpoint", "throughput")
     )
     data = cli.datamodule
-    keep_promises(vars(trainer))
     root = Path(trainer.default_root_dir)
     there = next(folder for folder in (root, *root.resolve().parents) if folder.exists())
     # The GPUs of the run need not be here either.
@@ -276,11 +278,10 @@ def run_plan(cli: Any, hours: tuple[float, ...]) -> Any:
 
 def peek(argv: list[str]) -> None:
     """Show samples as the model gets them: text, targets, padding, and where they come from."""
-    parser = LineParser(prog="lightning peek", description=peek.__doc__, allow_abbrev=False)
+    parser = LineParser(peek, epilog=OTHERS)
     add = parser.add_argument
     add("--count", type=int, default=3, help="how many samples (3)")
     add("--step", type=int, default=1, help="optimizer step whose first samples are shown (1)")
-    parser.epilog = "All other options are those of lightning fit, --config first of all."
     options, run = parser.parse_known_args(argv)
     if options.count < 1:
         raise ValueError(f"--count is {options.count}: must be at least 1")
@@ -318,13 +319,12 @@ def count_devices(trainer: Any) -> int:
 
 def drill(argv: list[str]) -> None:
     """Prove on this machine that a run killed at the worst moments ends with the same bits."""
-    parser = LineParser(prog="lightning drill", description=drill.__doc__, allow_abbrev=False)
+    parser = LineParser(drill, epilog=OTHERS)
     add = parser.add_argument
     add("--kills", type=int, default=5, help="how often the run is killed")
     add("--steps", type=int, help="shorten the run to so many optimizer steps")
     add("--seed", type=int, default=0, help="of the moments and times")
     add("--elastic", action="store_true", help="also go on under another split of the batch")
-    parser.epilog = "All other options are those of lightning fit, --config first of all."
     options, run = parser.parse_known_args(argv)
     if options.kills < 1:
         raise ValueError(f"--kills is {options.kills}: must be at least 1")
@@ -540,7 +540,11 @@ def quiet_libraries() -> None:
 
 
 class LineParser(argparse.ArgumentParser):
-    """Parser of the commands that take no run's configuration."""
+    """Parser of the options that are a command's own."""
+
+    def __init__(self, command: Callable[[list[str]], None], **settings: Any) -> None:
+        settings = {"description": command.__doc__} | settings
+        super().__init__(prog=f"lightning {command.__name__}", allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Raise `ValueError` instead of printing the usage."""
@@ -553,7 +557,7 @@ class LineParser(argparse.ArgumentParser):
 
 def verify(argv: list[str]) -> None:
     """Say of each checkpoint of a run whether it is whole."""
-    parser = LineParser(prog="lightning verify", description=verify.__doc__, allow_abbrev=False)
+    parser = LineParser(verify)
     parser.add_argument("--ckpt_path", required=True, help="run folder or checkpoint file")
     place = Path(parser.parse_args(argv).ckpt_path)
 
@@ -574,7 +578,7 @@ def verify(argv: list[str]) -> None:
 
 def sample(argv: list[str]) -> None:
     """Write text with a trained model."""
-    parser = LineParser(prog="lightning sample", description=sample.__doc__, allow_abbrev=False)
+    parser = LineParser(sample)
     add = parser.add_argument
     add("--ckpt_path", required=True, help="run folder (its newest checkpoint) or file")
     add("--prompt", action="append", help="text to go on from, repeatable; else stdin is read")

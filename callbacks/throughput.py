@@ -113,16 +113,19 @@ class Throughput(Callback):
         if self._mark is not None:
             if trainer.strategy.root_device.type == "cuda":
                 torch.cuda.synchronize()
-            self._seconds += self._now() - self._mark
+            self._count_to_now()
             self._mark = None
 
-    def step_figures(self, trainer: Trainer) -> dict[str, float]:
-        """Figures since the last call, for the steps between two logs."""
-        # Progress has waited for the device by now: its queue belongs to the steps before.
+    def _count_to_now(self) -> None:
         if self._mark is not None:
             now = self._now()
             self._seconds += now - self._mark
             self._mark = now
+
+    def step_figures(self, trainer: Trainer) -> dict[str, float]:
+        """Figures since the last call, for the steps between two logs."""
+        # Progress has waited for the device by now: its queue belongs to the steps before.
+        self._count_to_now()
         figures = memory(trainer.strategy.root_device)
         module = cast(Learner, trainer.lightning_module)
         source = cast(Source, cast(Any, trainer).datamodule)

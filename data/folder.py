@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.memmap import DTYPES, content_fingerprint, open_token_file
+from data.memmap import DTYPES, TokenStream, content_fingerprint, open_token_file
 from data.tokenizer import TextTokenizer
 
 FORMAT = 2
@@ -75,19 +75,20 @@ def load_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def check_files(folder: Path, meta: dict[str, Any]) -> None:
-    """Compare the files of a prepared folder with its `meta.json`.
+def check_files(folder: Path, meta: dict[str, Any]) -> dict[str, TokenStream]:
+    """The token streams of a prepared folder by split, once its files agree with `meta.json`.
 
     Raises:
         ValueError: for a file that is missing or is not the one `meta.json` was written with.
     """
     if missing := missing_files(folder):
         raise ValueError(f"{folder} lacks {', '.join(missing)}: {AGAIN}")
+    streams = {}
     for split in ("train", "val"):
         expected = meta[split]
         paths = [folder / name for name in expected["files"]]
-        for path in paths:
-            open_token_file(path, meta["dtype"])  # says what is wrong with junk
+        # Opening says what is wrong with junk.
+        streams[split] = TokenStream([open_token_file(path, meta["dtype"]) for path in paths])
         named = " + ".join(map(str, paths))
         n_bytes = expected["tokens"] * DTYPES[meta["dtype"]].itemsize
         if (found := sum(path.stat().st_size for path in paths)) != n_bytes:
@@ -100,6 +101,7 @@ def check_files(folder: Path, meta: dict[str, Any]) -> None:
     path = folder / "tokenizer.json"
     if TextTokenizer.load(path).fingerprint != meta["tokenizer_fingerprint"]:
         raise ValueError(f"{path} is another tokenizer than meta.json says: {AGAIN}")
+    return streams
 
 
 def _missing(found: Any, keys: set[str]) -> list[str]:

@@ -63,17 +63,20 @@ class TokenStream:
 
     def locate(self, offset: int) -> tuple[Path, int]:
         """The file that holds an offset of the stream, and the offset in that file."""
-        place = bisect_right(self._ends, offset)
-        return self.files[place].path, offset - (self._ends[place] - self.files[place].n_tokens)
+        place, start = self._place(offset)
+        return self.files[place].path, start
 
     def copy(self, offset: int, out: Int[np.ndarray, " T"]) -> None:
         """Fill `out` with the ids from an offset on."""
-        place = bisect_right(self._ends, offset)
-        start, done = offset - (self._ends[place] - self.files[place].n_tokens), 0
+        (place, start), done = self._place(offset), 0
         while done < len(out):
             part = self._tokens(place)[start : start + len(out) - done]
             out[done : done + len(part)] = part
             place, start, done = place + 1, 0, done + len(part)
+
+    def _place(self, offset: int) -> tuple[int, int]:
+        place = bisect_right(self._ends, offset)
+        return place, offset - (self._ends[place] - self.files[place].n_tokens)
 
     def _tokens(self, place: int) -> Integer[np.ndarray, " N"]:
         if place not in self._mapped:

@@ -10,7 +10,7 @@ import numpy as np
 
 from data.folder import check_files, load_meta, missing_files, split_fingerprint
 from data.foreign import SUFFIXES, find_files, open_files
-from data.memmap import TokenStream, check_token_range, open_token_file
+from data.memmap import TokenStream, check_token_range
 from data.rows import RowKind, Specials, rows_per_document
 from data.tokenizer import TextTokenizer
 
@@ -186,11 +186,7 @@ def _open_prepared(folder: Path, dtype: str | None) -> Source:
             f"{folder / 'meta.json'} says {meta['dtype']}, but data.dtype is {dtype}: leave "
             "data.dtype out"
         )
-    check_files(folder, meta)
-    streams = {}
-    for split in ("train", "val"):
-        paths = [folder / name for name in meta[split]["files"]]
-        streams[split] = TokenStream([open_token_file(path, meta["dtype"]) for path in paths])
+    streams = check_files(folder, meta)
     return Source(
         name=str(folder),
         streams=streams,

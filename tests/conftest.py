@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import cli
 from data import prepare
@@ -133,3 +134,15 @@ def lightning(capsys: pytest.CaptureFixture[str]) -> Iterator[Lightning]:
     yield run
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def cut_back(root: Path, step: int) -> None:
+    """Leave the folder as a kill just after the save of that step leaves it."""
+    for path in (root / "checkpoints").iterdir():
+        if int(path.stem.split("-")[1]) > step:
+            path.unlink()
+
+
+def page(root: Path) -> EventAccumulator:
+    """What TensorBoard reads of a run."""
+    return EventAccumulator(str(root / "tensorboard")).Reload()

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RunYaml
+from conftest import RunYaml, cut_back
 
 from callbacks.checkpoint import damage, read_checkpoint
 from callbacks.drill import compare, rows
-from data.prepare import load_meta
+from data.folder import load_meta
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = Path(sys.executable).with_name("lightning")
@@ -81,12 +81,6 @@ def train(run_yaml: RunYaml, root: Path, ranks: int, **overrides: Any) -> str:
     result = fit(config(run_yaml, root, ranks, **overrides))
     assert result.returncode == 0, result.stderr
     return result.stderr
-
-
-def cut_back(root: Path, step: int) -> None:
-    for path in (root / "checkpoints").iterdir():
-        if int(path.stem.split("-")[1]) > step:
-            path.unlink()
 
 
 def test_resume_on_three_ranks_ends_with_the_same_bits(run_yaml: RunYaml, tmp_path: Path):

@@ -4,8 +4,7 @@ import csv
 import re
 from pathlib import Path
 
-from conftest import Lightning, RunYaml
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from conftest import Lightning, RunYaml, page
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = re.findall(r"^\| `([\w/<>]+)` \|", (ROOT / "FIGURES.md").read_text("utf-8"), re.MULTILINE)
@@ -18,7 +17,7 @@ def logged(root: Path) -> tuple[set[str], set[str]]:
     """Keys in metrics.csv and on TensorBoard, parts of the network under one name."""
     with (root / "metrics.csv").open(encoding="utf-8", newline="") as file:
         columns = set(csv.DictReader(file).fieldnames or []) - {"step"}
-    curves = set(EventAccumulator(str(root / "tensorboard")).Reload().Tags()["scalars"])
+    curves = set(page(root).Tags()["scalars"])
     return by_part(columns), by_part(curves)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from conftest import page
 
 from callbacks.metrics_csv import MetricsCSV
 from callbacks.tensorboard import SeamlessTensorBoard
@@ -182,9 +182,7 @@ def test_hyperparameters_leave_no_file(tmp_path):
 
 def scalars(root: Path) -> list[tuple[int, float]]:
     """Steps and values as the page shows them."""
-    events = EventAccumulator(str(root / "tensorboard"))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars("loss")]
+    return [(event.step, event.value) for event in page(root).Scalars("loss")]
 
 
 def started_tensorboard(root: Path, step: int) -> SeamlessTensorBoard:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Lightning, RunYaml
+from conftest import Lightning, RunYaml, cut_back
 
 from callbacks.drill import rows
 from callbacks.moments import VARIABLE
-from data.prepare import missing_files
+from data.folder import missing_files
 from lm.schedule import warmup_cosine
 
 PROGRAM = Path(sys.executable).with_name("lightning")
@@ -68,13 +68,6 @@ def train(lightning: Lightning, run_yaml: RunYaml, root: Path, **overrides: Any)
     config = run_yaml(RUN | {"trainer.default_root_dir": str(root)} | overrides)
     code, _, err = lightning("fit", "--config", config)
     assert code == 0, err
-
-
-def cut_back(root: Path, step: int) -> None:
-    """Leave the folder as a kill just after the save of that step leaves it."""
-    for path in (root / "checkpoints").iterdir():
-        if int(path.stem.split("-")[1]) > step:
-            path.unlink()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Lightning, RunYaml
+from conftest import Lightning, RunYaml, page
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from callbacks.drill import compare
@@ -17,10 +17,6 @@ SAMPLES = {
     "samples.every_n_steps": 2,
     "samples.max_new_tokens": 5,
 }
-
-
-def page(root: Path) -> EventAccumulator:
-    return EventAccumulator(str(root / "tensorboard")).Reload()
 
 
 def text(events: EventAccumulator, tag: str, place: int) -> str:

@@ -4,17 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conftest import Lightning, RunYaml
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from conftest import Lightning, RunYaml, page
 from tensorboard.backend.event_processing.plugin_event_accumulator import (
     EventAccumulator as ServerAccumulator,  # what the page is served from
 )
 
 from callbacks.tensorboard import LAYOUT, SeamlessTensorBoard
-
-
-def page(root: Path) -> EventAccumulator:
-    return EventAccumulator(str(root / "tensorboard")).Reload()
 
 
 def raising(error: Exception) -> Callable[..., None]:
