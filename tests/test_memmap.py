@@ -107,7 +107,8 @@ def test_bad_id_is_found_in_any_chunk(tmp_path, monkeypatch):
 def test_largest_id_is_scanned_once(tmp_path):
     path, cache = _cycle(tmp_path, 200, 50), tmp_path / "t.bin.max_id.json"
     assert check_token_range(open_token_file(path), 50) == 49
-    cache.write_text(cache.read_text(encoding="utf-8").replace("49", "48"), encoding="utf-8")
+    known = json.loads(cache.read_text(encoding="utf-8"))
+    cache.write_text(json.dumps(known | {"max_id": 48}), encoding="utf-8")
     assert check_token_range(open_token_file(path), 50) == 48
 
 
