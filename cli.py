@@ -237,7 +237,7 @@ def run_plan(cli: Any, hours: tuple[float, ...]) -> Any:
     """The numbers of a parsed run that its plan is made of."""
     import torch
 
-    from callbacks.checkpoint import checkpoints
+    from callbacks.checkpoint_files import checkpoints
     from callbacks.peak_flops import peak_flops
     from callbacks.trainer import choose_precision, device_type
     from lm.plan import RunPlan
@@ -445,7 +445,8 @@ def cli_class(command: str, runs: bool) -> type:
     from jsonargparse.typing import restricted_number_type
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-    from callbacks.checkpoint import AtomicCheckpoint, resolve
+    from callbacks.checkpoint import AtomicCheckpoint
+    from callbacks.checkpoint_files import resolve
     from callbacks.config import RunParser
     from callbacks.ddp import check_port
     from callbacks.grad_norm import GradNorm
@@ -561,7 +562,7 @@ def verify(argv: list[str]) -> None:
     parser.add_argument("--ckpt_path", required=True, help="run folder or checkpoint file")
     place = Path(parser.parse_args(argv).ckpt_path)
 
-    from callbacks.checkpoint import checkpoints, damage
+    from callbacks.checkpoint_files import checkpoints, damage
 
     if not place.exists():
         raise ValueError(f"--ckpt_path {place} does not exist; give a run folder or a checkpoint")
@@ -633,7 +634,7 @@ def load_trained(ckpt_path: str, device: str, tokenizer_path: str | None) -> tup
     """Model and tokenizer of a run folder or a checkpoint file."""
     import torch
 
-    from callbacks.checkpoint import newest_whole, read_checkpoint
+    from callbacks.checkpoint_files import newest_whole, read_checkpoint
     from callbacks.trainer import device_type
     from data.tokenizer import TextTokenizer
     from lm.model import LM, ModelConfig, plain_keys

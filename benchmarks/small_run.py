@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from callbacks.checkpoint import newest_whole, read_checkpoint
+from callbacks.checkpoint_files import newest_whole, read_checkpoint
 from data.memmap import TokenStream, open_token_file
 from data.tokenizer import TextTokenizer
 from data.windows import Windows

@@ -1,14 +1,8 @@
-"""Checkpoints that are whole or not there, and the state a run resumes from."""
+"""When a run is saved, what is kept, and the state it resumes from."""
 
-import errno
 import functools
-import os
-import pickle
 import random
-import re
-import shutil
 import time
-import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,196 +15,24 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
+from callbacks.checkpoint_files import (
+    FOLDER,
+    TEMPORARY,
+    checkpoints,
+    damage,
+    file_name,
+    newest_whole,
+    read_checkpoint,
+    write_checkpoint,
+)
 from callbacks.metrics_csv import resume_logs
-from callbacks.moments import reach, watched
+from callbacks.moments import reach
 from callbacks.run_folder import contract
 from callbacks.trainer import announce, at_step_edge, is_dry_run, validation_follows
-
-FOLDER = "checkpoints"
-NAME = re.compile(r"step-(\d+)\.ckpt")
-TEMPORARY = ".tmp-"
 
 # A resumed run must agree in these and in what the datamodule refuses; other differences are
 # announced, and the new value holds.
 FIXED = ("model.config.", "seed_everything")
-
-
-def file_name(step: int) -> str:
-    """Name of a step's file, as `NAME` reads it."""
-    return f"step-{step:08d}.ckpt"
-
-
-def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Steps and files of a run folder, or of the checkpoint folder itself, newest first."""
-    folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
-    if not folder.is_dir():
-        return []
-    found = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()]
-    return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
-
-
-def damage(path: Path) -> str | None:
-    """Why a checkpoint file is not whole, or None.
-
-    Reads all of it and compares the CRC32 that torch.save stores with each record, which
-    torch.load does not.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-        return f"record {bad} does not match its checksum" if bad else None
-    except zipfile.BadZipFile as error:
-        size = path.stat().st_size
-        return "it is empty" if size == 0 else f"truncated or corrupt at {size} bytes ({error})"
-    except (OSError, EOFError, RuntimeError, NotImplementedError) as error:
-        return f"cannot be read ({error})"
-
-
-def newest_whole(folder: Path, say: Callable[[str], None]) -> Path:
-    """Newest whole checkpoint of a folder by step number; damaged newer ones are named.
-
-    Raises:
-        ValueError: there is none, or all are damaged.
-    """
-    faults = []
-    for _, path in checkpoints(folder):
-        fault = damage(path)
-        if fault is None:
-            for line in faults:
-                say(f"warning: passed over {line}")
-            return path
-        faults.append(f"{path}: {fault}")
-    if not faults:
-        raise ValueError(f"{folder} holds no checkpoint (step-00000000.ckpt …); train first")
-    raise ValueError(
-        f"all {len(faults)} checkpoints of {folder} are damaged ({'; '.join(faults)}); remove them "
-        "to start at step 0, or bring back a sound copy"
-    )
-
-
-def resolve(ckpt_path: str | None, root: Path, starts: bool = False) -> Path | None:
-    """What a run's `ckpt_path` stands for: a folder whose newest whole file is meant, or a file.
-
-    Args:
-        ckpt_path: `last`, `best`, a path, or None for a new run.
-        root: The run's folder.
-        starts: Whether `last` in a folder without checkpoints is a first start, which is None.
-
-    Raises:
-        ValueError: nothing is there, or a new run is asked for where one already is.
-    """
-    held = checkpoints(root)
-    if ckpt_path is None:
-        if held:
-            raise ValueError(
-                f"{root} already holds checkpoints (step {held[0][0]}) and ckpt_path is null: "
-                "resume by --ckpt_path last, or give another trainer.default_root_dir"
-            )
-        return None
-    if ckpt_path not in ("last", "best"):
-        if not Path(ckpt_path).exists():
-            raise ValueError(
-                f"ckpt_path {ckpt_path} does not exist; give last, best, a run folder or a file"
-            )
-        place = Path(ckpt_path).resolve()
-        if starts and held and root.resolve() not in (place, *place.parents):
-            raise ValueError(
-                f"ckpt_path {ckpt_path} is of another run, and {root} already holds checkpoints of "
-                "its own; give another trainer.default_root_dir"
-            )
-        return Path(ckpt_path)
-    if not held:
-        if starts and ckpt_path == "last":
-            return None
-        raise ValueError(f"{root} holds no checkpoint; train first, or name one by --ckpt_path")
-    if ckpt_path == "last":
-        return root
-    newest = read_checkpoint(newest_whole(root, announce))
-    best = newest["callbacks"]["AtomicCheckpoint"]["best"]
-    if not best:
-        raise ValueError(f"{root} has no best checkpoint: nothing was validated yet")
-    return held[0][1].with_name(file_name(best["step"]))
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Contents of a checkpoint on the CPU; nothing in the file is ever executed.
-
-    Raises:
-        ValueError: the file is missing, damaged or holds more than tensors and plain types.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; give a run folder or a checkpoint file")
-    if fault := damage(path):
-        others = [other for _, other in checkpoints(path.parent) if damage(other) is None]
-        way_out = f"the newest sound one is {others[0]}" if others else "no sound one is beside it"
-        raise ValueError(f"{path} is not a whole checkpoint: {fault}; {way_out}")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        name = re.search(r"GLOBAL (\S+)", str(error))
-        raise ValueError(
-            f"{path} is untrusted: it holds {name[1] if name else 'objects'} beside tensors and "
-            "plain types, so loading could run foreign code; export its weights where it was made"
-        ) from None
-    except RuntimeError as error:
-        raise ValueError(
-            f"{path} is not a checkpoint: torch cannot read it ({error}); give one made by fit"
-        ) from None
-    if not isinstance(content, dict) or "state_dict" not in content:
-        raise ValueError(f"{path} is not a checkpoint: it has no state_dict; give one made by fit")
-    return content
-
-
-def tensor_bytes(value: Any) -> int:
-    """Bytes of all tensors in nested plain containers."""
-    if isinstance(value, Tensor):
-        return value.nbytes
-    if isinstance(value, dict):
-        return sum(map(tensor_bytes, value.values()))
-    return sum(map(tensor_bytes, value)) if isinstance(value, list | tuple) else 0
-
-
-def replace(temporary: Path, path: Path) -> None:
-    """os.replace, again after a moment where another process has the file open (Windows)."""
-    for wait in (0.1, 0.5):
-        try:
-            return os.replace(temporary, path)
-        except PermissionError:
-            time.sleep(wait)
-    return os.replace(temporary, path)
-
-
-def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
-    """Make the file appear whole under its final name, durably, or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    needed, free = tensor_bytes(checkpoint), shutil.disk_usage(path.parent).free
-    if free < needed:
-        raise OSError(
-            errno.ENOSPC,
-            f"No space left: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free",
-            str(path),
-        )
-    # In the same folder: only there is the replacement one atomic step, wherever TMPDIR is.
-    temporary = path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            torch.save(checkpoint, watched(file))
-            file.flush()
-            reach("before fsync")
-            os.fsync(file.fileno())
-        reach("before replace")
-        replace(temporary, path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-            # torch's writer hides why the file system refused behind an error of its own.
-            raise error.__context__ from None
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 class Copies:

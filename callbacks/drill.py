@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from callbacks.checkpoint import checkpoints, newest_whole, read_checkpoint
+from callbacks.checkpoint_files import checkpoints, newest_whole, read_checkpoint
 from callbacks.moments import MOMENTS, VARIABLE
 
 # Figures of a row that are times and sizes of a process, not of the run.

@@ -21,14 +21,16 @@ import torch
 from callbacks.checkpoint import (
     AtomicCheckpoint,
     AtomicCheckpointIO,
+    random_states,
+    restore_random_states,
+)
+from callbacks.checkpoint_files import (
     checkpoints,
     damage,
     newest_whole,
-    random_states,
     read_checkpoint,
     replace,
     resolve,
-    restore_random_states,
     tensor_bytes,
     write_checkpoint,
 )
@@ -221,7 +223,7 @@ def test_unserialisable_content_leaves_the_old_file_whole_and_no_temporary(tmp_p
 WRITE_LARGE = """
 import sys, torch
 from pathlib import Path
-from callbacks.checkpoint import write_checkpoint
+from callbacks.checkpoint_files import write_checkpoint
 try:
     write_checkpoint({"state_dict": {"w": torch.zeros(100_000)}}, Path(sys.argv[1]))
 except Exception as error:

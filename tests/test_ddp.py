@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import RunYaml, cut_back
 
-from callbacks.checkpoint import damage, read_checkpoint
+from callbacks.checkpoint_files import damage, read_checkpoint
 from callbacks.drill import compare, rows
 from data.folder import load_meta
 

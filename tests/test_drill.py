@@ -15,7 +15,7 @@ import torch
 from conftest import Lightning, RunYaml
 
 from callbacks import drill, moments
-from callbacks.checkpoint import newest_whole
+from callbacks.checkpoint_files import newest_whole
 from callbacks.drill import Outcome, Start, compare, differences, other_split, plan_kills
 from callbacks.moments import MOMENTS, VARIABLE
 

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader, default_convert
 
-from callbacks.checkpoint import read_checkpoint
+from callbacks.checkpoint_files import read_checkpoint
 from callbacks.trainer import Trainer
 from data.memmap import content_fingerprint
 from lm.generate import generate

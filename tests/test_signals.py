@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from callbacks.checkpoint import AtomicCheckpoint, newest_whole, read_checkpoint
+from callbacks.checkpoint import AtomicCheckpoint
+from callbacks.checkpoint_files import newest_whole, read_checkpoint
 from callbacks.drill import compare, rows
 from callbacks.signals import StopSignals
 from cli import EXIT_CODES

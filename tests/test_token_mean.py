@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, default_convert
 
-from callbacks.checkpoint import read_checkpoint
+from callbacks.checkpoint_files import read_checkpoint
 from callbacks.drill import rows
 from data.memmap import DTYPES, TokenFile, TokenStream, content_fingerprint
 from data.windows import Windows
