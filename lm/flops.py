@@ -60,11 +60,8 @@ def activation_bytes(
     mlp = layers * size * 4 * config.ffn_dim
     # Masks as wide as what they drop, as CPUs keep them; CUDA's are of one byte.
     dropout = width * (4 + 2 * layers * size) if config.dropout else 0
-    # Logits, their fp32 form where that is another, the softmax's temporary and its result. The
-    # gradient of the chunk before is dropped only when the next one's is there.
-    a_logit = 12 if mixed else 8
-    rows, next_rows = min(tokens, CHUNK_ROWS), min(max(tokens - CHUNK_ROWS, 0), CHUNK_ROWS)
-    chunk = max(a_logit * rows, size * rows + a_logit * next_rows)
+    # Logits, their fp32 form where that is another, the softmax's temporary and its result.
+    chunk = (12 if mixed else 8) * min(tokens, CHUNK_ROWS)
     vocabulary, cast = config.vocab_size, 2 if mixed else 0
     return {
         "norms": tokens * norms,

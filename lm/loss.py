@@ -4,14 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 IGNORE_INDEX = -100
 
-# Rows of hidden states whose logits exist at one time. On 2 CPU cores a step took 1.17 times as
-# long with 256 rows and the same with 4096; memory grows with it.
+# Rows of hidden states whose logits exist at one time: memory grows with it. On 2 CPU cores a loss
+# took 1.06 times as long with 512, for the head's gradient is added up once a chunk.
 CHUNK_ROWS = 1024
 
 
@@ -65,22 +64,31 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         )
         with torch.autocast(device, enabled=False):
             head, rows = weight.to(narrow), hidden.to(narrow)
+            (n_rows, _), (vocab, _) = rows.shape, head.shape
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
             gradients = None
             if any(ctx.needs_input_grad):
-                gradients = torch.empty_like(rows), torch.zeros_like(weight, dtype=torch.float32)
-            for start in range(0, rows.shape[0], chunk_rows):
+                gradients = torch.empty_like(rows), torch.empty_like(weight, dtype=torch.float32)
+                if not n_rows:
+                    gradients[1].zero_()
+            # One buffer: its pages stay mapped, and in a cache where they fit.
+            room = rows.new_empty(min(chunk_rows, n_rows) * vocab)
+            for start in range(0, n_rows, chunk_rows):
                 chunk = slice(start, start + chunk_rows)
-                logits = rows[chunk] @ head.T
-                if gradients is None:
-                    loss += F.cross_entropy(logits.float(), targets[chunk], reduction="sum")
-                    continue
+                part = rows[chunk]
+                logits = product(part, head, room[: len(part) * vocab])
                 losses, gradient = step(logits, targets[chunk])
                 loss += losses.sum()
+                if gradients is None:
+                    continue
                 torch.mm(gradient, head, out=gradients[0][chunk])
-                gradients[1].add_(gradient.T @ rows[chunk])
+                of_chunk = gradient.T @ part
+                gradients[1].add_(of_chunk) if start else gradients[1].copy_(of_chunk)
+                del gradient, of_chunk  # not beside those of the next chunk
         if gradients is not None:
-            ctx.save_for_backward(gradients[0].to(hidden.dtype), gradients[1].to(weight.dtype))
+            # Not by save_for_backward, which would hold on to the head's gradient: autograd could
+            # not take it over as it is and would copy it.
+            ctx.gradients = gradients[0].to(hidden.dtype), gradients[1].to(weight.dtype)
         return loss
 
     @staticmethod
@@ -88,8 +96,25 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden_grad, weight_grad = ctx.saved_tensors
-        return hidden_grad * grad_outputs[0], weight_grad * grad_outputs[0], None, None, None
+        if ctx.gradients is None:
+            raise RuntimeError("backward through the chunked loss a second time")
+        (hidden_grad, weight_grad), ctx.gradients = ctx.gradients, None
+        scale = grad_outputs[0]
+        return hidden_grad.mul_(scale), weight_grad.mul_(scale), None, None, None
+
+
+def product(
+    rows: Float[Tensor, "R D"], head: Float[Tensor, "V D"], room: Float[Tensor, " RV"]
+) -> Float[Tensor, "R V"]:
+    """Logits, written to `room` in the order that is faster to make and to go on with.
+
+    On a CPU they lie vocabulary first: all but one of the products of a chunk then take its small
+    side as the one that has to be repacked, and run up to twice as fast.
+    """
+    shape = len(rows), len(head)
+    if rows.device.type != "cpu":
+        return torch.mm(rows, head.T, out=room.view(shape))
+    return torch.mm(head, rows.T.contiguous(), out=room.view(shape[::-1])).T
 
 
 def cross_entropy_sum(

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import math
 import shutil
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, cast
 
@@ -18,6 +19,7 @@ from lm.flops import flops_per_token
 from lm.generate import generate
 from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step
 from lm.model import LM, ModelConfig, plain_keys
+from lm.native import library, native_softmax_step
 from lm.optim import OptimConfig, build_optimizer, use_fused
 from lm.schedule import warmup_cosine, warmup_steps
 
@@ -154,7 +156,18 @@ class LMModule(LightningModule):
             # A method and no module, so that no key of the state dict carries a prefix.
             trunk = self.net.model
             trunk.decode = torch.compile(trunk.decode, dynamic=False)
-            self.loss_step = torch.compile(softmax_step, dynamic=False)
+            self.loss_step = self._fast_loss_step()
+
+    def _fast_loss_step(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        if self.trainer.strategy.root_device.type != "cpu":
+            return torch.compile(softmax_step, dynamic=False)
+        try:
+            library()
+        except OSError as error:
+            if self.trainer.is_global_zero:
+                print(f"loss: {error}; torch's own operations are used", file=sys.stderr)
+            return softmax_step
+        return native_softmax_step
 
     def configure_optimizers(self) -> Any:
         optimizer = build_optimizer(self.net, self.optim_config, self.fused)

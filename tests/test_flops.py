@@ -79,6 +79,9 @@ def kept_bytes(model: LM, batch: int, length: int, mixed: bool) -> int:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = forward(model, batch, length, mixed)
     assert loss.requires_grad  # and so all that it keeps is still there
+    assert loss.grad_fn is not None
+    for gradient in cast(Any, loss.grad_fn).gradients:  # which the loss holds by itself
+        pack(gradient)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     return sum(kept[place].untyped_storage().nbytes() for place in kept.keys() - own)
 

@@ -2,16 +2,21 @@
 
 import inspect
 import math
+import shutil
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, cast
 
 import pytest
 import references
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step
+from lm.native import library, native_softmax_step
 
+native = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler is on the path")
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -78,16 +83,17 @@ def softmax_step_in_bf16(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 # Values and gradients
 
 
+@pytest.mark.parametrize("step", [softmax_step, pytest.param(native_softmax_step, marks=native)])
 @pytest.mark.parametrize("chunk_rows", [1, 4, 10, 1024], ids="{}_rows".format)
 @pytest.mark.parametrize(
     "case",
     [draw(), without_some_targets(), confident(), draw(logit_scale=1e-3), draw(logit_scale=20)],
     ids=["random", "ignored rows", "confident", "small logits", "large logits"],
 )
-def test_loss_and_gradients_equal_the_plain_ones(case: Case, chunk_rows: int) -> None:
+def test_loss_and_gradients_equal_the_plain_ones(case: Case, chunk_rows: int, step: Step) -> None:
     wide = Case(case.hidden.double(), case.weight.double(), case.targets)
     expected = run(wide, references.cross_entropy_sum)
-    result = run(case, cross_entropy_sum, chunk_rows)
+    result = run(case, cross_entropy_sum, chunk_rows, step)
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
@@ -103,6 +109,84 @@ def test_a_batch_without_targets_has_no_loss_and_no_gradient(rows: int) -> None:
     targets = torch.full((2, rows), IGNORE_INDEX)
     result = run(Case(hidden[:, :rows], weight, targets), cross_entropy_sum, 4)
     assert all(not value.any() for value in result)
+
+
+def by_vocabulary(logits: Tensor) -> Tensor:
+    """The same logits in the order in which the loss makes them on a CPU."""
+    return logits.T.contiguous().T
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.1, 3.0, 1e4], ids="logits of {}".format)
+@pytest.mark.parametrize(
+    ("rows", "vocab"), [(1, 1), (1, 5), (7, 11), (129, 300), (300, 17), (256, 4099)]
+)
+def test_the_native_step_equals_the_plain_one(
+    rows: int, vocab: int, scale: float, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (scale * torch.randn(rows, vocab, generator=generator)).to(dtype)
+    targets = torch.randint(vocab, (rows,), generator=generator)
+    targets[3::5] = IGNORE_INDEX
+    # Half of them confident.
+    sure = torch.arange(0, rows, 2)
+    logits[sure, targets[sure].clamp(min=0)] = logits.float().abs().max().to(dtype) + 8
+    wide = logits.double().requires_grad_()
+    losses = F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="none")
+    losses.sum().backward()
+    gradient, losses = cast(Tensor, wide.grad), losses.detach()
+    ours, ours_gradient = native_softmax_step(by_vocabulary(logits), targets)
+    torch.testing.assert_close(ours, losses, rtol=2e-6, atol=1e-6, check_dtype=False)
+    # A log-sum is a float of the size of the logits, and the target's entry as exact as the loss.
+    tolerance = 1e-6 + 2**-23 * logits.float().abs().max().item()
+    tolerance += 0 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(
+        ours_gradient, gradient, rtol=tolerance, atol=1e-6, check_dtype=False
+    )
+    assert not ours_gradient[targets == IGNORE_INDEX].any()
+
+
+@native
+def test_the_native_step_has_the_same_bits_on_any_number_of_threads() -> None:
+    logits, targets = torch.randn(130, 5003).bfloat16(), torch.randint(5003, (130,))
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            results.append(native_softmax_step(by_vocabulary(logits), targets))
+    finally:
+        torch.set_num_threads(before)
+    for losses, gradient in results[1:]:
+        assert torch.equal(losses, results[0][0])
+        assert torch.equal(gradient, results[0][1])
+
+
+@native
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_the_native_step_hides_no_logit_that_is_not_finite(bad: float) -> None:
+    logits = torch.zeros(3, 40)
+    logits[1, 7] = bad
+    losses, gradient = native_softmax_step(by_vocabulary(logits), torch.tensor([0, 1, 2]))
+    assert losses.isfinite().tolist() == [True, False, True]
+    assert gradient.isfinite().all(dim=1).tolist() == [True, False, True]
+
+
+def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(
+        OSError, match=r"no C\+\+ compiler \(c\+\+, g\+\+, clang\+\+\) is on the path"
+    ):
+        inspect.unwrap(library)()
+
+
+@native
+def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("lm.native.FLAGS", ["-no-such-flag"])
+    with pytest.raises(OSError, match=r"cannot build softmax\.cpp: .*no-such-flag"):
+        inspect.unwrap(library)()
+    assert not list((tmp_path / "relight").iterdir())
 
 
 @pytest.mark.slow
@@ -161,8 +245,9 @@ def test_confident_tokens_are_confident() -> None:
     assert share.mean().item() == pytest.approx(0.9993, abs=5e-5)
 
 
-def test_confident_tokens_have_the_right_gradient_in_bf16() -> None:
-    expected, result = run(confident(), cross_entropy_sum), run_in_bf16(confident())
+@pytest.mark.parametrize("step", [softmax_step, pytest.param(native_softmax_step, marks=native)])
+def test_confident_tokens_have_the_right_gradient_in_bf16(step: Step) -> None:
+    expected, result = run(confident(), cross_entropy_sum), run_in_bf16(confident(), step)
     assert relative_error(result.hidden_grad, expected.hidden_grad) < 0.05
     assert relative_error(result.weight_grad, expected.weight_grad) < 0.05
     assert relative_error(result.loss, expected.loss) < 0.05

@@ -1,0 +1,29 @@
+"""What is trained in a comparison: the model, the batch and the length."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    vocab_size: int = 32000
+    d_model: int = 256
+    n_layers: int = 4
+    n_heads: int = 4
+    n_kv_heads: int = 2
+    ffn_dim: int = 688
+    seq_len: int = 512
+    tied: bool = False
+    micro_batch: int = 8
+    accumulate: int = 1
+    bf16: bool = True
+    warm_steps: int = 4
+    steps: int = 12
+    """Timed, after the warm ones."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.micro_batch * self.accumulate * self.seq_len
+
+    @property
+    def all_steps(self) -> int:
+        return self.warm_steps + self.steps

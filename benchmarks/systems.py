@@ -1,0 +1,350 @@
+"""One system of benchmarks/throughput.py, in a process of its own.
+
+    python benchmarks/systems.py NAME JSON_OF_A_SHAPE ALLOCATOR TOKENS WORK_FOLDER
+
+Its own loop runs untouched: steps are timed by a hook that torch calls after each update of an
+optimizer. Prints one line of JSON: seconds a step, losses that it gave, peak resident bytes.
+"""
+
+import contextlib
+import importlib
+import json
+import pickle
+import resource
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shape import Shape
+
+from lm.cpu import keep_freed_memory
+
+SEED = 1337
+
+
+def samples(shape: Shape, tokens: Path) -> Any:
+    """Windows of the token file by their number in a run: the order that all systems train in."""
+    from data.source import open_source
+    from data.windows import Windows
+
+    source = open_source(str(tokens), shape.vocab_size, None, None)
+    return Windows(source.stream("train", shape.vocab_size), shape.seq_len, SEED)
+
+
+def batches(shape: Shape, tokens: Path) -> Callable[[int], Any]:
+    windows = samples(shape, tokens)
+    size = shape.micro_batch
+    return lambda n: windows.__getitems__(range(n * size, (n + 1) * size))["input_ids"]
+
+
+def network(shape: Shape) -> Any:
+    """Our model with its first weights, which others start from too."""
+    import torch
+
+    from lm.model import LM, ModelConfig
+
+    torch.manual_seed(SEED)
+    return LM(
+        ModelConfig(
+            vocab_size=shape.vocab_size,
+            d_model=shape.d_model,
+            n_layers=shape.n_layers,
+            n_heads=shape.n_heads,
+            n_kv_heads=shape.n_kv_heads,
+            ffn_dim=shape.ffn_dim,
+            max_seq_len=shape.seq_len,
+            tie_embeddings=shape.tied,
+        )
+    )
+
+
+def ours(shape: Shape, tokens: Path, work: Path) -> list[float]:
+    """`lightning fit` with its log, figures, warnings, clip and schedule."""
+    import csv
+
+    import cli
+
+    options = {
+        "seed_everything": SEED,
+        "model.config.vocab_size": shape.vocab_size,
+        "model.config.d_model": shape.d_model,
+        "model.config.n_layers": shape.n_layers,
+        "model.config.n_heads": shape.n_heads,
+        "model.config.n_kv_heads": shape.n_kv_heads,
+        "model.config.ffn_dim": shape.ffn_dim,
+        "model.config.tie_embeddings": json.dumps(shape.tied),
+        "model.compile": "true",
+        "model.optim.lr": 3e-4,
+        "data.path": tokens,
+        "data.seq_len": shape.seq_len,
+        "data.micro_batch_size": shape.micro_batch,
+        "trainer.precision": "bf16-mixed" if shape.bf16 else "32-true",
+        "trainer.accelerator": "cpu",
+        "trainer.accumulate_grad_batches": shape.accumulate,
+        "trainer.gradient_clip_val": 1.0,
+        "trainer.max_steps": shape.all_steps,
+        "trainer.log_every_n_steps": 10,
+        "trainer.limit_val_batches": 0,
+        "trainer.default_root_dir": work / "run",
+        "checkpoint.every_n_steps": 10**9,
+    }
+    code = cli.main(["fit", *(f"--{key}={value}" for key, value in options.items())])
+    if code:
+        raise SystemExit(code)
+    with (work / "run" / "metrics.csv").open() as file:
+        return [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+
+
+def bare(shape: Shape, tokens: Path, work: Path) -> list[float]:
+    """What `ours` computes, without Lightning, logs and figures."""
+    import torch
+
+    from lm.loss import cross_entropy_sum
+    from lm.module import shift
+    from lm.native import native_softmax_step
+    from lm.optim import OptimConfig, build_optimizer
+    from lm.schedule import warmup_cosine
+
+    net, batch = network(shape), batches(shape, tokens)
+    net.model.decode = torch.compile(net.model.decode, dynamic=False)
+    optimizer = build_optimizer(net, OptimConfig(lr=3e-4), True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: warmup_cosine(step, 1, shape.all_steps, 0.1)
+    )
+    losses = []
+    for step in range(shape.all_steps):
+        total = torch.zeros(())
+        for micro_step in range(shape.accumulate):
+            ids = batch(step * shape.accumulate + micro_step)
+            inputs, targets = shift(ids, ids)
+            with torch.autocast("cpu", torch.bfloat16, enabled=shape.bf16):
+                loss = cross_entropy_sum(
+                    net.model(inputs), net.head_weight, targets, step=native_softmax_step
+                ) / (targets.numel() * shape.accumulate)
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(float(total))
+    return losses
+
+
+def hand_written(sound: bool) -> Callable[[Shape, Path, Path], list[float]]:
+    def run(shape: Shape, tokens: Path, work: Path) -> list[float]:
+        import yardstick
+
+        weights = network(shape).state_dict()
+        if shape.tied:
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        return yardstick.train(shape, weights, batches(shape, tokens), shape.all_steps, sound)
+
+    return run
+
+
+def hf(compiled: bool) -> Callable[[Shape, Path, Path], list[float]]:
+    def run(shape: Shape, tokens: Path, work: Path) -> list[float]:
+        """Hugging Face's Trainer on its Llama, with its default optimizer."""
+        import torch
+
+        transformers: Any = importlib.import_module("transformers")
+
+        windows = samples(shape, tokens)
+
+        class Rows(torch.utils.data.Dataset):
+            def __len__(self) -> int:
+                return shape.all_steps * shape.accumulate * shape.micro_batch
+
+            def __getitem__(self, number: int) -> dict[str, Any]:
+                ids = windows.__getitems__([number])["input_ids"][0, :-1]
+                return {"input_ids": ids, "labels": ids}
+
+        class InOrder(transformers.Trainer):
+            def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+                return torch.utils.data.SequentialSampler(Rows())
+
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=shape.vocab_size,
+                hidden_size=shape.d_model,
+                intermediate_size=shape.ffn_dim,
+                num_hidden_layers=shape.n_layers,
+                num_attention_heads=shape.n_heads,
+                num_key_value_heads=shape.n_kv_heads,
+                max_position_embeddings=shape.seq_len,
+                rms_norm_eps=1e-5,
+                tie_word_embeddings=shape.tied,
+                use_cache=False,
+                attn_implementation="sdpa",
+            )
+        )
+        model.load_state_dict(network(shape).state_dict(), strict=not shape.tied)
+        trainer = InOrder(
+            model=model,
+            train_dataset=Rows(),
+            args=transformers.TrainingArguments(
+                output_dir=str(work),
+                use_cpu=True,
+                bf16=shape.bf16,
+                torch_compile=compiled,
+                per_device_train_batch_size=shape.micro_batch,
+                gradient_accumulation_steps=shape.accumulate,
+                max_steps=shape.all_steps,
+                learning_rate=3e-4,
+                weight_decay=0.1,
+                adam_beta2=0.95,
+                warmup_steps=1,
+                lr_scheduler_type="cosine",
+                max_grad_norm=1.0,
+                logging_steps=10,
+                logging_first_step=True,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+            ),
+        )
+        trainer.train()
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row][:1]
+
+    return run
+
+
+def litgpt(shape: Shape, tokens: Path, work: Path) -> list[float]:
+    """litgpt's pretraining on its GPT in Llama's form, from its own first weights."""
+    import torch
+
+    pretrain: Any = importlib.import_module("litgpt.pretrain")
+
+    windows = samples(shape, tokens)
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return len(windows)
+
+        def __getitem__(self, number: int) -> Any:
+            return windows.__getitems__([number])["input_ids"][0]
+
+    class Tokens(pretrain.DataModule):
+        def connect(self, *_: Any, **__: Any) -> None:
+            """Nothing is tokenized here."""
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(Rows(), batch_size=shape.micro_batch)
+
+        val_dataloader = train_dataloader
+
+    # It saves its last weights with a copy of a tokenizer; neither is part of a step.
+    pretrain.save_checkpoint = lambda *_, **__: None
+    with contextlib.suppress(TypeError):  # its closing lines divide by None there
+        pretrain.setup(
+            "bench",
+            model_config=pretrain.Config(
+                name="bench",
+                block_size=shape.seq_len,
+                vocab_size=shape.vocab_size,
+                padded_vocab_size=shape.vocab_size,
+                n_layer=shape.n_layers,
+                n_head=shape.n_heads,
+                n_query_groups=shape.n_kv_heads,
+                n_embd=shape.d_model,
+                rotary_percentage=1.0,
+                parallel_residual=False,
+                bias=False,
+                norm_class_name="RMSNorm",
+                norm_eps=1e-5,
+                mlp_class_name="LLaMAMLP",
+                intermediate_size=shape.ffn_dim,
+            ),
+            out_dir=work / "litgpt",
+            precision="bf16-mixed" if shape.bf16 else "32-true",
+            data=Tokens(),
+            train=pretrain.TrainArgs(
+                save_interval=None,
+                log_interval=10,
+                global_batch_size=shape.micro_batch * shape.accumulate,
+                micro_batch_size=shape.micro_batch,
+                max_tokens=shape.all_steps * shape.tokens_per_step,
+                max_norm=1.0,
+                lr_warmup_steps=1,
+                min_lr=3e-5,
+                tie_embeddings=shape.tied,
+            ),
+            eval=pretrain.EvalArgs(interval=10**9, max_iters=1, final_validation=False),
+            optimizer={
+                "class_path": "torch.optim.AdamW",
+                "init_args": {"lr": 3e-4, "weight_decay": 0.1, "betas": [0.9, 0.95]},
+            },
+            devices=1,
+            logger_name="csv",
+        )
+    return []
+
+
+def nanogpt(checkout: str) -> Callable[[Shape, Path, Path], list[float]]:
+    def run(shape: Shape, tokens: Path, work: Path) -> list[float]:
+        """nanoGPT's train.py on its GPT-2, compiled, with the other settings that it offers."""
+        import os
+
+        data = work / "nanogpt"
+        data.mkdir()
+        for split in ("train", "val"):
+            (data / f"{split}.bin").symlink_to((tokens / f"{split}.bin").resolve())
+        with (data / "meta.pkl").open("wb") as file:
+            pickle.dump({"vocab_size": shape.vocab_size}, file)
+        settings = {
+            "out_dir": work, "dataset": data, "device": "cpu", "compile": True, "dropout": 0.0,
+            "dtype": "bfloat16" if shape.bf16 else "float32", "eval_iters": 1,
+            "eval_interval": 10**9, "log_interval": 10, "always_save_checkpoint": False,
+            "block_size": shape.seq_len, "batch_size": shape.micro_batch,
+            "n_layer": shape.n_layers, "n_head": shape.n_heads, "n_embd": shape.d_model,
+            "gradient_accumulation_steps": shape.accumulate, "learning_rate": 3e-4,
+            "max_iters": shape.all_steps - 1, "lr_decay_iters": shape.all_steps,
+            "warmup_iters": 1, "grad_clip": 1.0,
+        }  # fmt: skip
+        os.chdir(checkout)
+        sys.path.insert(0, checkout)
+        sys.argv = ["train.py", *(f"--{key}={value}" for key, value in settings.items())]
+        runpy.run_path("train.py", run_name="__main__")
+        return []
+
+    return run
+
+
+def main() -> None:
+    name, shape_text, allocator, tokens, folder = sys.argv[1:]
+    shape = Shape(**json.loads(shape_text))
+    kind, _, place = name.partition("=")
+    run = {
+        "ours": ours,
+        "bare": bare,
+        "loop": hand_written(sound=True),
+        "plain": hand_written(sound=False),
+        "hf": hf(compiled=False),
+        "hf-compiled": hf(compiled=True),
+        "litgpt": litgpt,
+        "nanogpt": nanogpt(place),
+    }[kind]
+    if allocator == "kept":
+        keep_freed_memory()
+    ends: list[float] = []
+    with contextlib.redirect_stdout(sys.stderr):
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
+        losses = run(shape, Path(tokens), Path(folder))
+    if len(ends) != shape.all_steps:
+        raise SystemExit(f"{name} made {len(ends)} steps, not {shape.all_steps}")
+    result = {
+        "seconds": (ends[-1] - ends[shape.warm_steps - 1]) / shape.steps,
+        "losses": losses,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
