@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CONFIG ?= configs/small.yaml
 
-.PHONY: help env train test test-slow check fmt sizes
+.PHONY: help env bench-env train test test-slow check fmt sizes
 .DEFAULT_GOAL := help
 
 help: ## show this help
@@ -18,6 +18,11 @@ env: .venv/.stamp ## make or refresh .venv with the pinned versions
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+
+# litgpt's own pins contradict ours, so it comes without what it asks for.
+bench-env: env ## add the trainers that benchmarks/throughput.py compares with
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps litgpt==0.5.13
 
 train: env ## prepare the corpus, then train configs/small.yaml; again: resume
 	$(BIN)/lightning fit --config $(CONFIG)

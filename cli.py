@@ -332,6 +332,8 @@ def drill(argv: list[str]) -> None:
         raise ValueError(f"--steps is {options.steps}: must be at least 6, to save and validate")
 
     from callbacks import drill as fire_drill
+    from callbacks.trainer import device_type
+    from lm.module import can_compile
 
     config = run_cli("prepare", [*run, *shortened(options.steps)]).config
     trainer, micro_batch_size = config.trainer, config.data.micro_batch_size
@@ -349,6 +351,10 @@ def drill(argv: list[str]) -> None:
     say = print_in_place if sys.stderr.isatty() else lambda line: None
     print(f"drill: {options.kills} kills, seed {options.seed}, in {root}", flush=True)
     arguments = [*run, *shortened(options.steps), "--trainer.log_every_n_steps=1"]
+    if options.steps and config.model.compile == "auto":
+        # The whole run may be compiled where a short one would not be.
+        whole = can_compile(device_type(trainer.accelerator))
+        arguments.append(f"--model.compile={str(whole).lower()}")
     outcome = fire_drill.drill(arguments, root, plan, draw, say)
     print(f"\n{'start':>5}  {'resumed from':<14}{'killed':<36}{'last step seen':>14}")
     for number, start in enumerate(outcome.starts, 1):

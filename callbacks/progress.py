@@ -82,7 +82,7 @@ def validation_line(figures: dict[str, float]) -> str:
     return " · ".join(parts)
 
 
-def start_lines(trainer: Trainer, compiled: bool) -> list[str]:
+def start_lines(trainer: Trainer, how_compiled: str) -> list[str]:
     """What a run is, before its first step: parameters, device, batch arithmetic, length."""
     groups = trainer.optimizers[0].param_groups
     counts = [sum(p.numel() for p in group["params"]) for group in groups]
@@ -98,7 +98,7 @@ def start_lines(trainer: Trainer, compiled: bool) -> list[str]:
         f"{trainer.strategy.root_device.type}, precision {trainer.precision}{asked}, "
         f"{' × '.join(map(str, split))} = {data.global_batch_size} sequences "
         f"({data.tokens_per_step:,} tokens) a step, {trainer.max_steps:,} steps"
-        + (", compiled (the first step takes a while)" if compiled else ""),
+        + (f", {how_compiled}" if how_compiled else ""),
     ]
 
 
@@ -118,7 +118,7 @@ class Progress(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         line_enders[:] = [self._close_line]
-        for line in start_lines(trainer, bool(getattr(pl_module, "compiled", False))):
+        for line in start_lines(trainer, getattr(pl_module, "how_compiled", "")):
             self._say(trainer, line)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -38,9 +38,10 @@ def activation_bytes(
     """Bytes of a forward pass on one device at its fullest, by part, parameters left out.
 
     Of eager code: all that autograd keeps for the backward pass, the gradients that the chunked
-    loss makes ahead of it, and under `logits` what the largest chunk needs for a moment. Compiled
-    code keeps as much or less. Attention is taken to run in a fused kernel, which keeps no scores.
-    The allocator's own waste and what the backward pass adds are left out.
+    loss makes ahead of it, and under `logits` what the largest chunk needs for a moment. With
+    activation checkpointing: each block's input, and the logits or one block, whichever is more.
+    Compiled code keeps as much or less. Attention is taken to run in a fused kernel, which keeps no
+    scores. The allocator's own waste and what the backward pass adds are left out.
 
     Args:
         mixed: Autocast to a type of 2 bytes (bf16 or fp16) over fp32 weights; else all in fp32.
@@ -48,10 +49,12 @@ def activation_bytes(
     Source: counted with saved_tensors_hooks and torch.profiler; tests/test_flops.py holds it.
     """
     tokens, size = micro_batch_size * seq_len, 2 if mixed else 4
-    layers, width, counts = config.n_layers, config.d_model, parameters(config)
+    width, counts, again = config.d_model, parameters(config), config.activation_checkpointing
+    # Of those that are recomputed, one is there at a time.
+    layers = 1 if again else config.n_layers
     queries, kv = config.n_heads * config.head_size, config.kv_heads * config.head_size
-    # In fp32: the residual stream at each norm, its normed form, one scale a position.
-    norms = (2 * layers + 1) * (8 * width + 4)
+    # In fp32: the residual stream at a norm, its normed form, one scale a position.
+    norm = tokens * (8 * width + 4)
     # Before q, k, v and before gate, up. Autocast casts anew for each product, and each is kept.
     inputs = layers * width * size * (5 if mixed else 2)
     # Rotated queries and keys, values, output, and a log-sum in fp32.
@@ -63,16 +66,27 @@ def activation_bytes(
     # Logits, their fp32 form where that is another, the softmax's temporary and its result.
     chunk = (12 if mixed else 8) * min(tokens, CHUNK_ROWS)
     vocabulary, cast = config.vocab_size, 2 if mixed else 0
-    return {
-        "norms": tokens * norms,
+    cast_weights = cast * (counts["attention"] + counts["mlp"])
+    blocks = {
+        "norms": 2 * layers * norm,
         "projections": tokens * inputs,
         "attention": tokens * attention + 8 * config.max_seq_len * config.head_size,
         "mlp": tokens * mlp,
         "dropout": tokens * dropout,
-        # For the backward pass; the head's is dropped with the loss.
-        "cast weights": cast * (counts["attention"] + counts["mlp"]),
-        # Ids; gradients of hidden states and of the head in fp32.
-        "loss": tokens * (8 + 4 * width) + 4 * vocabulary * width,
-        # A chunk of them, the cast head, the hidden states.
-        "logits": vocabulary * (chunk + cast * width) + tokens * 4 * width,
     }
+    # What is dropped with the loss: a chunk of logits, the cast head, the hidden states.
+    logits = {"logits": vocabulary * (chunk + cast * width) + tokens * 4 * width}
+    # Kept for the backward pass; ids, gradients of hidden states and of the head in fp32.
+    rest = {
+        "last norm": norm,
+        "cast weights": cast_weights,
+        "loss": tokens * (8 + 4 * width) + 4 * vocabulary * width,
+    }
+    if not again:
+        return blocks | rest | logits
+    rest["block inputs"] = tokens * 4 * width * config.n_layers
+    # The loss, at the end of the forward pass, and the first block of the backward pass take turns.
+    one = cast_weights // config.n_layers
+    if sum(blocks.values()) + one < sum(logits.values()) + cast_weights:
+        return rest | logits
+    return blocks | rest | {"cast weights": one}

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 # Of the logits of a new model, over the vocabulary.
 LOGIT_VARIANCE = 0.05
@@ -47,6 +48,8 @@ class ModelConfig:
     """Added to the mean square in RMSNorm."""
     init_std: float = 0.02
     """Standard deviation of initial weights inside the blocks; branch ends are scaled down."""
+    activation_checkpointing: bool = False
+    """Keep only each block's input for the backward pass and compute the block again there."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "ffn_dim", "max_seq_len"):
@@ -232,6 +235,7 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.dropout = config.dropout
+        self.checkpoints = config.activation_checkpointing
         self.rotary = rotary_table(config)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Trunk":
@@ -266,7 +270,10 @@ class Trunk(nn.Module):
         which they come, and no two runs end with the same bits.
         """
         for layer, block in enumerate(self.layers):
-            x = block(x, rotary, cache, layer)
+            if self.checkpoints and self.training and torch.is_grad_enabled():
+                x = checkpoint(block, x, rotary, use_reentrant=False)
+            else:
+                x = block(x, rotary, cache, layer)
         if cache is not None:
             cache.length += x.shape[1]
         return self.norm(x)

@@ -34,6 +34,13 @@ class TokenSource(Protocol):
     """UTF-8 bytes of each token id (V,), for bits per byte."""
     source_names: list[str]
     """What the first validation loaders are of, where there are several sources."""
+    tokens_per_step: int
+    """Positions of an optimizer step over all devices."""
+
+
+# A CPU does this without compiling in about a minute, of which compiling (13 to 40 seconds on two
+# cores where nothing is cached) could save a third.
+COMPILE_FLOPS = 2e13
 
 
 def stream_seed(*values: int) -> int:
@@ -72,8 +79,9 @@ class LMModule(LightningModule):
         Args:
             config: Shape of the network.
             optim: Optimizer and schedule.
-            compile: Compile the network and the loss for training. auto: where torch.compile
-                finds a compiler. Off gives readable errors.
+            compile: Compile the network and the loss for training. auto: where there is a
+                compiler and, on a CPU, the run is long enough to make up for the time that
+                compiling takes (2e13 FLOPs, about a minute). Off gives readable errors.
             max_skipped_steps: Stop after this many updates in a row with a gradient that is not
                 finite. Such updates are skipped: weights and moments stay as they were.
             seed: Of initial weights and dropout; always seed_everything.
@@ -90,7 +98,7 @@ class LMModule(LightningModule):
         self.max_skipped_steps = max_skipped_steps
         self.seed = seed
         self.fused = False
-        self.compiled = False
+        self.compiled, self.how_compiled = False, ""
         self.token_bytes: Tensor | None = None
         self.source_names: list[str] = []
         self.validation_figures: dict[str, float] = {}
@@ -114,9 +122,10 @@ class LMModule(LightningModule):
 
     def contract(self) -> dict[str, Any]:
         """Settings that a resumed run is compared by, under their configuration keys."""
-        # The context length is data.seq_len; one fact is compared once.
+        # The context length is data.seq_len; one fact is compared once. What is computed twice
+        # has the same bits.
         config = dataclasses.asdict(self.config)
-        del config["max_seq_len"]
+        del config["max_seq_len"], config["activation_checkpointing"]
         optim = dataclasses.asdict(self.optim_config) | {"betas": list(self.optim_config.betas)}
         return {
             **{f"model.config.{name}": value for name, value in config.items()},
@@ -143,7 +152,16 @@ class LMModule(LightningModule):
                 f"model.compile is true, but torch.compile finds no compiler for {device} (a C++ "
                 "compiler on a CPU, Triton on CUDA); install one or set model.compile to false"
             )
-        self.compiled = self.compile_setting is not False and can_compile(device)
+        steps, per_step = self.trainer.max_steps, getattr(source, "tokens_per_step", 0)
+        whole = self.flops_per_token * per_step * steps
+        self.compiled, self.how_compiled = True, "compiled (the first step takes a while)"
+        if self.compile_setting is False:
+            self.compiled, self.how_compiled = False, "not compiled"
+        elif not can_compile(device):
+            self.compiled, self.how_compiled = False, "not compiled (no compiler is found)"
+        elif self.compile_setting == "auto" and device == "cpu" and 0 < whole < COMPILE_FLOPS:
+            why = f"{whole:.1e} FLOPs in all are too few to make up for compiling"
+            self.compiled, self.how_compiled = False, f"not compiled ({why})"
 
     def configure_model(self) -> None:
         if hasattr(self, "net"):

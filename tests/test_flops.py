@@ -1,6 +1,7 @@
 """Parameters, FLOPs and memory in closed form, and the share of a device's peak."""
 
 import itertools
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -86,11 +87,13 @@ def kept_bytes(model: LM, batch: int, length: int, mixed: bool) -> int:
     return sum(kept[place].untyped_storage().nbytes() for place in kept.keys() - own)
 
 
-def most_bytes(model: LM, batch: int, length: int, mixed: bool) -> int:
-    """Most bytes that the allocator ever held in a forward pass, parameters left out."""
+def most_bytes(model: LM, batch: int, length: int, mixed: bool, backward: bool = False) -> int:
+    """Most bytes that the allocator ever held in a pass, parameters left out."""
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
-        forward(model, batch, length, mixed)
+        loss = forward(model, batch, length, mixed)
+        if backward:
+            loss.backward()
     events: Any = cast(Any, profile.profiler).kineto_results.events()
     changes = [event for event in events if event.name() == "[memory]"]
     changes.sort(key=lambda event: event.start_ns())
@@ -115,6 +118,20 @@ def test_activations_are_the_most_a_forward_pass_holds(
 ):
     estimate = sum(activation_bytes(config, batch, length, mixed=mixed).values())
     assert estimate == pytest.approx(most_bytes(LM(config), batch, length, mixed), rel=0.01)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("vocab_size", [64, 2000], ids=["block", "logits"])
+def test_checkpointed_activations_are_the_most_a_step_holds(mixed: bool, vocab_size: int):
+    config = ModelConfig(
+        vocab_size=vocab_size, d_model=96, n_layers=8, n_heads=4, ffn_dim=256, max_seq_len=256,
+        activation_checkpointing=True,
+    )  # fmt: skip
+    estimate = sum(activation_bytes(config, 4, 256, mixed=mixed).values())
+    most = most_bytes(LM(config), 4, 256, mixed, backward=True)
+    assert estimate == pytest.approx(most, rel=0.15)
+    plain = replace(config, activation_checkpointing=False)
+    assert estimate < 0.5 * sum(activation_bytes(plain, 4, 256, mixed=mixed).values())
 
 
 def test_shapes_have_more_and_fewer_rows_than_a_chunk():

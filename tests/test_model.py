@@ -314,3 +314,16 @@ def test_dropout_outside_its_range_is_refused(dropout: float) -> None:
 def test_scales_that_are_not_above_zero_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^model.config.{name} is {value}: must be above 0$"):
         ModelConfig(**{name: value})
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_activation_checkpointing_changes_no_bit_of_a_gradient(dropout: float) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        config = replace(TINY, dropout=dropout, activation_checkpointing=checkpointing)
+        model = build(config).train()
+        torch.manual_seed(3)
+        model(draw_ids()).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, again in zip(*gradients, strict=True):
+        assert torch.equal(plain, again)

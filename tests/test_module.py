@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -291,6 +292,27 @@ def test_compile_without_compiler_is_refused(fit, monkeypatch: pytest.MonkeyPatc
     module = LMModule(config=CONFIG, optim=OPTIM, compile=True)
     with pytest.raises(ValueError, match=r"model\.compile is true, but torch\.compile finds no"):
         fit([rows(6)], module=module)
+
+
+@pytest.mark.parametrize(
+    ("steps", "compiled", "line"),
+    [
+        # 16 × 2 positions a step of a network of so many FLOPs a token.
+        (6, False, "are too few to make up for compiling)"),
+        (10**9, True, "compiled (the first step takes a while)"),
+    ],
+)
+def test_auto_compiles_where_the_run_is_long_enough(steps: int, compiled: bool, line: str):
+    module = LMModule(config=CONFIG, optim=OPTIM)
+    source = SimpleNamespace(tokens_per_step=32)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    module._trainer = cast(
+        Any,
+        SimpleNamespace(datamodule=source, strategy=strategy, max_steps=steps, precision="32-true"),
+    )
+    module.setup("fit")
+    assert module.compiled is compiled
+    assert module.how_compiled.endswith(line)
 
 
 # Learning and evaluation through the command line

@@ -296,6 +296,18 @@ def test_resume_with_compile_ends_with_the_same_bits(run_yaml: RunYaml, tmp_path
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
+def test_activation_checkpointing_may_be_switched_on_in_mid_run(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    overrides = {"model.config.dropout": 0.1}
+    train(lightning, run_yaml, tmp_path / "whole", **overrides)
+    train(lightning, run_yaml, tmp_path / "cut", **overrides)
+    cut_back(tmp_path / "cut", 3)
+    overrides["model.config.activation_checkpointing"] = True
+    train(lightning, run_yaml, tmp_path / "cut", **overrides)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [True, False])
 def test_two_runs_on_two_threads_end_with_the_same_bits(
