@@ -121,9 +121,10 @@ def bare(shape: Shape, tokens: Path, work: Path) -> list[float]:
             ids = batch(step * shape.accumulate + micro_step)
             inputs, targets = shift(ids, ids)
             with torch.autocast("cpu", torch.bfloat16, enabled=shape.bf16):
-                loss = cross_entropy_sum(
+                total_loss = cross_entropy_sum(
                     net.model(inputs), net.head_weight, targets, step=native_softmax_step
-                ) / (targets.numel() * shape.accumulate)
+                )
+                loss = total_loss / (targets.numel() * shape.accumulate)
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)

@@ -43,6 +43,7 @@ PRESETS = {
         vocab_size=4096, d_model=128, n_layers=2, ffn_dim=344, seq_len=128, warm_steps=20, steps=200
     ),
 }
+CORPORA = {"small": "python-32k", "mini": "stdlib-2k"}
 OWN = ("ours", "bare", "loop", "plain")
 LOOPS = ("bare", "loop")
 """Without a shipped form: they always keep freed memory, as ours does."""
@@ -126,19 +127,30 @@ def spread(values: list[float], form: str = ".0f") -> str:
     return f"{middle:{form}} ({min(values):{form}}–{max(values):{form}})"
 
 
-def ratios(rates: dict[tuple[str, str], float], limit: float, per_token: int) -> dict[str, float]:
-    """Ours against the others; what was not measured is left out."""
+def ratios(
+    rates: dict[tuple[str, str], list[float]], limit: float, per_token: int
+) -> dict[str, list[float]]:
+    """Ours against the others, a ratio for each round; what was not measured is left out."""
     ours = rates[("ours", "shipped")]
-    peers = {key: rate for key, rate in rates.items() if key[0] not in OWN}
-    against = {
-        "ours_vs_best_peer": [rate for key, rate in peers.items() if key[1] == "shipped"],
-        "ours_vs_best_peer_equal_allocator": [r for key, r in peers.items() if key[1] == "kept"],
-        "ours_vs_loop": [rates[key] for key in rates if key[0] == "loop"],
-        "ours_vs_bare": [rates[key] for key in rates if key[0] == "bare"],
-        "ours_vs_plain": [rates[key] for key in rates if key == ("plain", "shipped")],
+    groups: dict[str, list[list[float]]] = {
+        "ours_vs_best_peer": [],
+        "ours_vs_best_peer_equal_allocator": [],
+        "ours_vs_loop": [],
+        "ours_vs_bare": [],
+        "ours_vs_plain": [],
     }
-    found = {name: ours / max(others) for name, others in against.items() if others}
-    return found | {"ours_vs_peak": ours * per_token / limit}
+    for (name, allocator), values in rates.items():
+        if name not in OWN:
+            kept = "_equal_allocator" if allocator == "kept" else ""
+            groups[f"ours_vs_best_peer{kept}"].append(values)
+        elif name != "ours" and (name in LOOPS or allocator == "shipped"):
+            groups[f"ours_vs_{name}"].append(values)
+    found = {
+        name: [own / max(others) for own, *others in zip(ours, *group, strict=False)]
+        for name, group in groups.items()
+        if group
+    }
+    return found | {"ours_vs_peak": [rate * per_token / limit for rate in ours]}
 
 
 def main() -> None:
@@ -153,7 +165,7 @@ def main() -> None:
     parser.add_argument("--micro_batch", type=int)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--data", type=Path, default=ROOT / "corpora" / "python-32k")
+    parser.add_argument("--data", type=Path, help="prepared folder; unset: that of the preset")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--record", action="store_true", help="put the tables into RESULTS.md")
     options = parser.parse_args()
@@ -165,10 +177,9 @@ def main() -> None:
         **({"steps": options.steps} if options.steps else {}),
     }
     shape = dataclasses.replace(PRESETS[options.preset], **given)
-    if options.preset == "mini":
-        options.data = ROOT / "corpora" / "stdlib-2k"
-    if not (options.data / "train.bin").is_file():
-        raise SystemExit(f"{options.data} holds no train.bin: lightning prepare makes it")
+    data = options.data or ROOT / "corpora" / CORPORA[options.preset]
+    if not (data / "train.bin").is_file():
+        raise SystemExit(f"{data} holds no train.bin: lightning prepare makes it")
     (ROOT / "runs").mkdir(exist_ok=True)
     results: dict[tuple[str, str], list[dict[str, Any]]] = {}
     missing: dict[tuple[str, str], str] = {}
@@ -178,7 +189,7 @@ def main() -> None:
         for case in cases(options.cases.split(",")):
             if case in missing:
                 continue
-            got = measure(case[0], shape, case[1], options.data)
+            got = measure(case[0], shape, case[1], data)
             if isinstance(got, str):
                 missing[case] = got
                 continue
@@ -195,10 +206,10 @@ def main() -> None:
         for case, ones in results.items()
     }
     medians = {case: statistics.median(values) for case, values in rates.items()}
-    found = ratios(medians, limit, per_token) if ("ours", "shipped") in medians else {}
+    found = ratios(rates, limit, per_token) if ("ours", "shipped") in rates else {}
     lean = [peak for case, peak in peaks.items() if case[0] not in OWN]
-    if lean and ("ours", "shipped") in peaks:
-        found["ours_rss_vs_leanest_peer"] = peaks[("ours", "shipped")] / min(lean)
+    if lean and found:
+        found["ours_rss_vs_leanest_peer"] = [peaks[("ours", "shipped")] / min(lean)]
     if options.json:
         systems = {
             name if allocator == "shipped" or name in LOOPS else f"{name} (memory kept)": {
@@ -208,10 +219,13 @@ def main() -> None:
             }
             for name, allocator in results
         }
-        print(json.dumps({"systems": systems, "peak_flops_per_s": limit, **found}, indent=1))
+        middle = {name: statistics.median(values) for name, values in found.items()}
+        not_measured = {f"{name}, {kind}": why for (name, kind), why in missing.items()}
+        facts = {"systems": systems, "peak_flops_per_s": limit, "not_measured": not_measured}
+        print(json.dumps(facts | middle, indent=1))
         return
     lines = [
-        f"{dataclasses.asdict(shape)}",
+        ", ".join(f"{key} {value}" for key, value in dataclasses.asdict(shape).items()) + ".",
         "",
         f"{per_token / 1e6:.1f} MFLOP a token; the fastest matrix product of these shapes: "
         f"{limit / 1e12:.2f} TFLOP/s. {options.rounds} rounds; medians (least–most).",
@@ -231,8 +245,8 @@ def main() -> None:
         f"| {name} | {kind} | not measured: {why} | | | | |"
         for (name, kind), why in missing.items()
     ]
-    lines += ["", "| ratio | |", "|---|---|"]
-    lines += [f"| {name} | {value:.3f} |" for name, value in found.items()]
+    lines += ["", "| ratio in a round | median (least–most) |", "|---|---|"]
+    lines += [f"| {name} | {spread(values, '.3f')} |" for name, values in found.items()]
     print("\n".join(lines))
     if options.record:
         record(f"Throughput, {options.preset}", "\n".join(lines))

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, default_convert
 
 from data.contract import batch_fault, refused_changes
 from data.folder import missing_files
+from data.foreign import is_foreign
 from data.loader import StepBatches, TimedLoader
 from data.mixture import Mixture, named_sources
 from data.prepare import prepare_corpus
@@ -21,7 +22,6 @@ from data.rows import RowKind, Rows
 from data.source import (
     Source,
     check_alike,
-    is_foreign,
     known_rows,
     known_sizes,
     open_source,

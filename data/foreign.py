@@ -19,6 +19,19 @@ NPY_MAGIC = b"\x93NUMPY"
 HEAD_BYTES = 1 << 21
 
 
+def is_foreign(path: str) -> bool:
+    """Whether a `data.path` names token files of others, rather than a folder of `prepare`.
+
+    A folder in which `prepare` was interrupted is its own, though `meta.json` is not there yet.
+    """
+    place = Path(path)
+    if not place.is_dir():
+        return place.is_file() or place.suffix in SUFFIXES or glob.has_magic(path)
+    names = [file.name for file in place.iterdir()]
+    ours = any(name in ("meta.json", ".work") or name.endswith(".docs.npy") for name in names)
+    return not ours and any(name.endswith(SUFFIXES) for name in names)
+
+
 def find_files(path: str, must_exist: bool = True) -> dict[str, list[Path]]:
     """Token files by split that a folder, a file or a pattern names, in the order of their numbers.
 

@@ -16,8 +16,8 @@ import tokenizers
 from data.corpus import SourceFile, describe, python_files
 from data.encode import Sources, encode, training_texts
 from data.folder import FILES, FORMAT, load_meta, missing_files, split_fingerprint
+from data.foreign import is_foreign
 from data.readers import Input, find_inputs, refuse_twins
-from data.source import is_foreign
 from data.specials import END_OF_TEXT
 from data.texts import BLANK, EMPTY, REPLACED, ReadOptions
 from data.tokenizer import TextTokenizer

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from glob import has_magic
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data.folder import check_files, load_meta, missing_files, split_fingerprint
-from data.foreign import SUFFIXES, find_files, open_files
+from data.foreign import find_files, is_foreign, open_files
 from data.memmap import TokenStream, check_token_range
 from data.rows import RowKind, Specials, rows_per_document
 from data.tokenizer import TextTokenizer
@@ -63,19 +62,6 @@ class Source:
                 "need a folder made by lightning prepare; leave data.rows out to train on windows"
             )
         return self.docs[split], self.specials
-
-
-def is_foreign(path: str) -> bool:
-    """Whether a `data.path` names token files of others, rather than a folder of `prepare`.
-
-    A folder in which `prepare` was interrupted is its own, though `meta.json` is not there yet.
-    """
-    place = Path(path)
-    if not place.is_dir():
-        return place.is_file() or place.suffix in SUFFIXES or has_magic(path)
-    names = [file.name for file in place.iterdir()]
-    ours = any(name in ("meta.json", ".work") or name.endswith(".docs.npy") for name in names)
-    return not ours and any(name.endswith(SUFFIXES) for name in names)
 
 
 def require(path: str, key: str) -> None:

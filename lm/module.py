@@ -152,16 +152,23 @@ class LMModule(LightningModule):
                 f"model.compile is true, but torch.compile finds no compiler for {device} (a C++ "
                 "compiler on a CPU, Triton on CUDA); install one or set model.compile to false"
             )
-        steps, per_step = self.trainer.max_steps, getattr(source, "tokens_per_step", 0)
-        whole = self.flops_per_token * per_step * steps
-        self.compiled, self.how_compiled = True, "compiled (the first step takes a while)"
+        per_step = getattr(source, "tokens_per_step", 0)
+        why_not = self._why_not_compiled(
+            device, self.flops_per_token * per_step * self.trainer.max_steps
+        )
+        self.compiled = why_not is None
+        self.how_compiled = (
+            "compiled (the first step takes a while)" if self.compiled else f"not compiled{why_not}"
+        )
+
+    def _why_not_compiled(self, device: str, run_flops: int) -> str | None:
         if self.compile_setting is False:
-            self.compiled, self.how_compiled = False, "not compiled"
-        elif not can_compile(device):
-            self.compiled, self.how_compiled = False, "not compiled (no compiler is found)"
-        elif self.compile_setting == "auto" and device == "cpu" and 0 < whole < COMPILE_FLOPS:
-            why = f"{whole:.1e} FLOPs in all are too few to make up for compiling"
-            self.compiled, self.how_compiled = False, f"not compiled ({why})"
+            return ""
+        if not can_compile(device):
+            return " (no compiler is found)"
+        if self.compile_setting == "auto" and device == "cpu" and 0 < run_flops < COMPILE_FLOPS:
+            return f" ({run_flops:.1e} FLOPs in all are too few to make up for compiling)"
+        return None
 
     def configure_model(self) -> None:
         if hasattr(self, "net"):

@@ -915,3 +915,9 @@ def test_token_files_of_others_are_not_overwritten(tmp_path):
         "name another folder, or remove them"
     )
     assert others.read_bytes() == b"\x05\x00" * 9
+
+
+def test_preparing_own_text_does_not_load_torch():
+    # It is slow to start and half of all memory, and no tensor is made.
+    code = "import sys; import data.prepare; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

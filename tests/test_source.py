@@ -17,7 +17,7 @@ from test_datamodule import StubTrainer, firsts, flat, open_data
 
 from callbacks.drill import compare
 from data.datamodule import LMDataModule
-from data.source import is_foreign
+from data.foreign import is_foreign
 from data.tokenizer import TextTokenizer
 
 
