@@ -333,7 +333,8 @@ def drill(argv: list[str]) -> None:
 
     from callbacks import drill as fire_drill
     from callbacks.trainer import device_type
-    from lm.module import can_compile
+    from lm.flops import flops_per_token
+    from lm.module import why_not_compiled
 
     config = run_cli("prepare", [*run, *shortened(options.steps)]).config
     trainer, micro_batch_size = config.trainer, config.data.micro_batch_size
@@ -352,9 +353,12 @@ def drill(argv: list[str]) -> None:
     print(f"drill: {options.kills} kills, seed {options.seed}, in {root}", flush=True)
     arguments = [*run, *shortened(options.steps), "--trainer.log_every_n_steps=1"]
     if options.steps and config.model.compile == "auto":
-        # The whole run may be compiled where a short one would not be.
-        whole = can_compile(device_type(trainer.accelerator))
-        arguments.append(f"--model.compile={str(whole).lower()}")
+        # As the whole run decides, where a short one would not be compiled.
+        whole = run_plan(run_cli("prepare", run), ())
+        per_token = flops_per_token(whole.config, whole.config.max_seq_len)
+        run_flops = per_token * whole.tokens_per_step * (whole.steps or 0)
+        compiled = why_not_compiled("auto", device_type(trainer.accelerator), run_flops) is None
+        arguments.append(f"--model.compile={str(compiled).lower()}")
     outcome = fire_drill.drill(arguments, root, plan, draw, say)
     print(f"\n{'start':>5}  {'resumed from':<14}{'killed':<36}{'last step seen':>14}")
     for number, start in enumerate(outcome.starts, 1):

@@ -4,7 +4,8 @@
         [--preset small|mini] [--tied] [--accumulate 1] [--precision bf16|fp32] [--json] [--record]
 
 Every system runs in fresh processes that take turns, `--rounds` times, as it ships and with freed
-memory kept by the allocator (what ours does by itself), on the same tokens in the same order.
+memory kept by the allocator (what ours does by itself), on the same tokens; all but nanoGPT, which
+draws its own, in the same order.
 Medians over rounds, with the least and the most. `make bench-env` installs the peers; nanogpt=PATH
 among the cases takes a checkout of nanoGPT. Run it on an idle machine.
 
@@ -146,7 +147,7 @@ def ratios(
         elif name != "ours" and (name in LOOPS or allocator == "shipped"):
             groups[f"ours_vs_{name}"].append(values)
     found = {
-        name: [own / max(others) for own, *others in zip(ours, *group, strict=False)]
+        name: [own / max(others) for own, *others in zip(ours, *group, strict=True)]
         for name, group in groups.items()
         if group
     }
@@ -192,6 +193,7 @@ def main() -> None:
             got = measure(case[0], shape, case[1], data)
             if isinstance(got, str):
                 missing[case] = got
+                results.pop(case, None)
                 continue
             results.setdefault(case, []).append(got)
             rate = shape.tokens_per_step / got["seconds"]

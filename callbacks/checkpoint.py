@@ -33,6 +33,8 @@ from callbacks.trainer import announce, at_step_edge, is_dry_run, validation_fol
 # A resumed run must agree in these and in what the datamodule refuses; other differences are
 # announced, and the new value holds.
 FIXED = ("model.config.", "seed_everything")
+# Of the model, but not of what it computes.
+FREE = ("model.config.activation_checkpointing",)
 
 
 class Copies:
@@ -352,7 +354,9 @@ class AtomicCheckpoint(Checkpoint):
         old, new = checkpoint["contract"], contract(trainer)
         differ = [key for key in old if key in new and old[key] != new[key]]
         faults = [
-            f"{key} was {old[key]} and is {new[key]} now" for key in differ if key.startswith(fixed)
+            f"{key} was {old[key]} and is {new[key]} now"
+            for key in differ
+            if key.startswith(fixed) and key not in FREE
         ]
         if fits:
             faults += data.refused_changes(old)

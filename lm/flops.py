@@ -62,7 +62,7 @@ def activation_bytes(
     # Gate, up, the gate's SiLU, and the product.
     mlp = layers * size * 4 * config.ffn_dim
     # Masks as wide as what they drop, as CPUs keep them; CUDA's are of one byte.
-    dropout = width * (4 + 2 * layers * size) if config.dropout else 0
+    dropout = width * 2 * layers * size if config.dropout else 0
     # Logits, their fp32 form where that is another, the softmax's temporary and its result.
     chunk = (12 if mixed else 8) * min(tokens, CHUNK_ROWS)
     vocabulary, cast = config.vocab_size, 2 if mixed else 0
@@ -70,7 +70,7 @@ def activation_bytes(
     blocks = {
         "norms": 2 * layers * norm,
         "projections": tokens * inputs,
-        "attention": tokens * attention + 8 * config.max_seq_len * config.head_size,
+        "attention": tokens * attention,
         "mlp": tokens * mlp,
         "dropout": tokens * dropout,
     }
@@ -78,6 +78,8 @@ def activation_bytes(
     logits = {"logits": vocabulary * (chunk + cast * width) + tokens * 4 * width}
     # Kept for the backward pass; ids, gradients of hidden states and of the head in fp32.
     rest = {
+        "embedding dropout": tokens * 4 * width if config.dropout else 0,
+        "rotary table": 8 * config.max_seq_len * config.head_size,
         "last norm": norm,
         "cast weights": cast_weights,
         "loss": tokens * (8 + 4 * width) + 4 * vocabulary * width,

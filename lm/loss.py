@@ -127,7 +127,8 @@ def cross_entropy_sum(
     """Sum in nats over all targets that are not `IGNORE_INDEX`; 0 when there are none.
 
     Matrix products run in the autocast type where autocast is on; softmax, loss and the sum of
-    the head's gradient over chunks are fp32. `step` is `softmax_step`, compiled or not.
+    the head's gradient over chunks are fp32. `step` is `softmax_step`, compiled or not, or
+    `native_softmax_step`; without autograd it is called too, for half of it costs little.
     """
     return ChunkedCrossEntropy.apply(
         hidden.flatten(0, 1), weight, targets.flatten(), chunk_rows, step

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import importlib.util
 import math
-import shutil
 import sys
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, cast
@@ -19,7 +18,7 @@ from lm.flops import flops_per_token
 from lm.generate import generate
 from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step
 from lm.model import LM, ModelConfig, plain_keys
-from lm.native import library, native_softmax_step
+from lm.native import find_compiler, library, native_softmax_step
 from lm.optim import OptimConfig, build_optimizer, use_fused
 from lm.schedule import warmup_cosine, warmup_steps
 
@@ -38,9 +37,9 @@ class TokenSource(Protocol):
     """Positions of an optimizer step over all devices."""
 
 
-# A CPU does this without compiling in about a minute, of which compiling (13 to 40 seconds on two
-# cores where nothing is cached) could save a third.
-COMPILE_FLOPS = 2e13
+# Two cores do this without compiling in about two minutes, of which compiling could save a third;
+# it takes 13 to 40 seconds where nothing is cached.
+COMPILE_FLOPS = 5e13
 
 
 def stream_seed(*values: int) -> int:
@@ -53,7 +52,18 @@ def can_compile(device: str) -> bool:
     """Whether torch.compile finds what it needs: a C++ compiler on a CPU, Triton on CUDA."""
     if device == "cuda":
         return importlib.util.find_spec("triton") is not None
-    return device == "cpu" and any(map(shutil.which, ("c++", "g++", "clang++")))
+    return device == "cpu" and find_compiler() is not None
+
+
+def why_not_compiled(setting: bool | str, device: str, run_flops: int) -> str | None:
+    """What speaks against compiling a run of so much arithmetic (0 is not known); None: nothing."""
+    if setting is False:
+        return "model.compile is false"
+    if not can_compile(device):
+        return "no compiler is found"
+    if setting == "auto" and device == "cpu" and 0 < run_flops < COMPILE_FLOPS:
+        return f"{run_flops:.1e} FLOPs in all are too few to make up for compiling"
+    return None
 
 
 class LMModule(LightningModule):
@@ -81,7 +91,7 @@ class LMModule(LightningModule):
             optim: Optimizer and schedule.
             compile: Compile the network and the loss for training. auto: where there is a
                 compiler and, on a CPU, the run is long enough to make up for the time that
-                compiling takes (2e13 FLOPs, about a minute). Off gives readable errors.
+                compiling takes (5e13 FLOPs, two minutes or so). Off gives readable errors.
             max_skipped_steps: Stop after this many updates in a row with a gradient that is not
                 finite. Such updates are skipped: weights and moments stay as they were.
             seed: Of initial weights and dropout; always seed_everything.
@@ -122,16 +132,16 @@ class LMModule(LightningModule):
 
     def contract(self) -> dict[str, Any]:
         """Settings that a resumed run is compared by, under their configuration keys."""
-        # The context length is data.seq_len; one fact is compared once. What is computed twice
-        # has the same bits.
+        # The context length is data.seq_len; one fact is compared once.
         config = dataclasses.asdict(self.config)
-        del config["max_seq_len"], config["activation_checkpointing"]
+        del config["max_seq_len"]
         optim = dataclasses.asdict(self.optim_config) | {"betas": list(self.optim_config.betas)}
         return {
             **{f"model.config.{name}": value for name, value in config.items()},
             **{f"model.optim.{name}": value for name, value in optim.items() if name != "fused"},
             "model.optim.fused": self.fused,
             "model.compile": self.compiled,
+            "softmax of the loss": "C++" if self.loss_step is native_softmax_step else "torch",
             "seed_everything": self.seed,
         }
 
@@ -153,22 +163,12 @@ class LMModule(LightningModule):
                 "compiler on a CPU, Triton on CUDA); install one or set model.compile to false"
             )
         per_step = getattr(source, "tokens_per_step", 0)
-        why_not = self._why_not_compiled(
-            device, self.flops_per_token * per_step * self.trainer.max_steps
-        )
+        run_flops = self.flops_per_token * per_step * self.trainer.max_steps
+        why_not = why_not_compiled(self.compile_setting, device, run_flops)
         self.compiled = why_not is None
         self.how_compiled = (
-            "compiled (the first step takes a while)" if self.compiled else f"not compiled{why_not}"
+            f"not compiled ({why_not})" if why_not else "compiled (the first step takes a while)"
         )
-
-    def _why_not_compiled(self, device: str, run_flops: int) -> str | None:
-        if self.compile_setting is False:
-            return ""
-        if not can_compile(device):
-            return " (no compiler is found)"
-        if self.compile_setting == "auto" and device == "cpu" and 0 < run_flops < COMPILE_FLOPS:
-            return f" ({run_flops:.1e} FLOPs in all are too few to make up for compiling)"
-        return None
 
     def configure_model(self) -> None:
         if hasattr(self, "net"):
@@ -189,8 +189,7 @@ class LMModule(LightningModule):
         try:
             library()
         except OSError as error:
-            if self.trainer.is_global_zero:
-                print(f"loss: {error}; torch's own operations are used", file=sys.stderr)
+            print(f"loss: {error}; torch's own operations are used", file=sys.stderr)
             return softmax_step
         return native_softmax_step
 

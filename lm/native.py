@@ -14,29 +14,62 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lm.loss import softmax_step
+from lm.loss import IGNORE_INDEX, softmax_step
 
 SOURCE = Path(__file__).with_name("softmax.cpp")
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ["-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp"]
+# Enough to vectorise. Not -ffast-math: a library linked with it makes the whole process flush
+# denormal numbers to zero as soon as it is loaded.
+FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
+FLAGS += ["-fopenmp", "-shared", "-fPIC"]
 if platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")
 KERNELS = {torch.bfloat16: "softmax_bf16", torch.float32: "softmax_fp32"}
 
 
-def cache_folder() -> Path:
-    """Where built kernels stay from run to run."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relight"
+def find_compiler() -> str | None:
+    """The machine's C++ compiler."""
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
-def processor() -> str:
-    """What -march=native depends on: a cache may be shared by unlike machines."""
+def cache_folder() -> Path | None:
+    """Where built kernels stay from run to run; None where nothing can be kept."""
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(home) / "relight"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # the latter where there is no home
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def machine(compiler: str) -> str:
+    """What a built kernel depends on but its source: unlike machines may share a cache."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor()
+        lines = [platform.processor()]
     kinds = ("vendor_id", "model", "stepping", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
+    cpu = sorted({line for line in lines if line.startswith(kinds)})
+    return "\n".join([version.stdout, *platform.libc_ver(), *FLAGS, *cpu])
+
+
+def build(compiler: str, path: Path) -> None:
+    """Put the built kernels there, whole.
+
+    Raises:
+        OSError: the compiler refuses; the text says which and why.
+    """
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder) / path.name
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["it says nothing"]
+            raise OSError(f"{compiler} cannot build {SOURCE.name}: {lines[0]}")
+        # Several processes may build at once: each puts a whole file in place.
+        built.replace(path)
 
 
 @functools.cache
@@ -46,25 +79,19 @@ def library() -> ctypes.CDLL:
     Raises:
         OSError: no compiler, or one that refuses; the text says which.
     """
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = find_compiler()
     if compiler is None:
         raise OSError(f"no C++ compiler ({', '.join(COMPILERS)}) is on the path")
-    text = SOURCE.read_text(encoding="utf-8")
-    facts = "\n".join([text, compiler, *FLAGS, processor()])
+    facts = SOURCE.read_text(encoding="utf-8") + machine(compiler)
     name = f"softmax-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
-    path = cache_folder() / name
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            built = Path(folder) / name
-            command = [compiler, *FLAGS, "-shared", "-fPIC", str(SOURCE), "-o", str(built)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                lines = done.stderr.strip().splitlines() or ["it says nothing"]
-                raise OSError(f"{compiler} cannot build {SOURCE.name}: {lines[0]}")
-            # Several processes may build at once: each puts a whole file in place.
-            built.replace(path)
-    return ctypes.CDLL(str(path))
+    folder = cache_folder()
+    if folder is None:
+        with tempfile.TemporaryDirectory() as private:
+            build(compiler, Path(private, name))
+            return ctypes.CDLL(str(Path(private, name)))
+    if not (folder / name).exists():
+        build(compiler, folder / name)
+    return ctypes.CDLL(str(folder / name))
 
 
 def native_softmax_step(
@@ -74,16 +101,24 @@ def native_softmax_step(
 
     Its sums do not depend on the number of threads. Logits of another type, or that do not lie
     vocabulary first, go to `softmax_step`.
+
+    Raises:
+        IndexError: a target is outside the vocabulary.
     """
     by_vocabulary = logits.T
-    if logits.dtype not in KERNELS or not by_vocabulary.is_contiguous() or not logits.numel():
+    known = logits.dtype in KERNELS and targets.dtype == torch.int64
+    if not known or not by_vocabulary.is_contiguous() or not logits.numel():
         return softmax_step(logits, targets)
-    kernels = library()
     vocab, rows = by_vocabulary.shape
+    targets = targets.contiguous()
+    outside = (targets < 0) & (targets != IGNORE_INDEX) | (targets >= vocab)
+    if outside.any():
+        raise IndexError(f"target {int(targets[outside][0])} is not in a vocabulary of {vocab}")
+    kernels = library()
     loss = torch.empty(rows, dtype=torch.float32)
     room = torch.empty(kernels.room_rows() * rows, dtype=torch.float32)
     getattr(kernels, KERNELS[logits.dtype])(
-        *(ctypes.c_void_p(x.data_ptr()) for x in (logits, targets.contiguous(), loss, room)),
+        *(ctypes.c_void_p(x.data_ptr()) for x in (logits, targets, loss, room)),
         ctypes.c_int64(vocab),
         ctypes.c_int64(rows),
         ctypes.c_int(torch.get_num_threads()),

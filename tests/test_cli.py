@@ -373,7 +373,7 @@ def test_run_says_what_it_is_before_its_first_step(lightning: Lightning, run_yam
     precision = "bf16-mixed" if has_bf16("cpu") else "32-true"
     assert batch == (
         f"cpu, precision {precision} (auto), 2 × 3 × 1 = 6 sequences (96 tokens) a step, 6 steps, "
-        "not compiled"
+        "not compiled (model.compile is false)"
     )
 
 

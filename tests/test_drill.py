@@ -18,6 +18,7 @@ from callbacks import drill, moments
 from callbacks.checkpoint_files import newest_whole
 from callbacks.drill import Outcome, Start, compare, differences, other_split, plan_kills
 from callbacks.moments import MOMENTS, VARIABLE
+from lm.native import find_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -179,6 +180,27 @@ def test_drill_that_finds_a_difference_names_it_and_fails(
     ]
     last = f"error: the runs differ in 2 places; they are in {tmp_path / 'run-drill'}\n"
     assert (code, err) == (1, last)
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler is on the path")
+@pytest.mark.parametrize(("steps", "compiled"), [(50, "false"), (10**8, "true")])
+def test_shortened_drill_compiles_as_the_whole_run_would(
+    lightning: Lightning,
+    run_yaml: RunYaml,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    compiled: str,
+):
+    given: list[str] = []
+
+    def stop(arguments: list[str], *_: object) -> Outcome:
+        given.extend(arguments)
+        return Outcome(starts=[], found=[])
+
+    monkeypatch.setattr(drill, "drill", stop)
+    config = run_yaml({"model.compile": "auto", "trainer.max_steps": steps})
+    lightning("drill", "--config", config, "--steps", 6)
+    assert given[-1] == f"--model.compile={compiled}"
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -14,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step
-from lm.native import library, native_softmax_step
+from lm.native import find_compiler, library, native_softmax_step
 
-native = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler is on the path")
+native = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler is on the path")
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -136,7 +135,9 @@ def test_the_native_step_equals_the_plain_one(
     losses = F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="none")
     losses.sum().backward()
     gradient, losses = cast(Tensor, wide.grad), losses.detach()
-    ours, ours_gradient = native_softmax_step(by_vocabulary(logits), targets)
+    given = by_vocabulary(logits)
+    ours, ours_gradient = native_softmax_step(given, targets)
+    assert ours_gradient is given  # which only the kernel writes over in every type
     torch.testing.assert_close(ours, losses, rtol=2e-6, atol=1e-6, check_dtype=False)
     # A log-sum is a float of the size of the logits, and the target's entry as exact as the loss.
     tolerance = 1e-6 + 2**-23 * logits.float().abs().max().item()
@@ -163,9 +164,28 @@ def test_the_native_step_has_the_same_bits_on_any_number_of_threads() -> None:
 
 
 @native
+def test_the_kernel_leaves_small_numbers_of_the_process_alone() -> None:
+    library()
+    assert torch.tensor(1e-40) * 1.0 == torch.tensor(1e-40) != 0.0
+    assert float("1e-310") * 1.0 != 0.0
+
+
+@native
+def test_the_native_step_takes_targets_with_gaps_and_refuses_those_outside() -> None:
+    logits, targets = torch.randn(4, 9), torch.tensor([3, 0, 8, 0, 1, 0, 5, 0])[::2]
+    losses, _ = native_softmax_step(by_vocabulary(logits), targets)
+    torch.testing.assert_close(losses, softmax_step(logits.clone(), targets)[0])
+    for outside in (9, -1):
+        targets = torch.tensor([0, outside, 1, 2])
+        with pytest.raises(IndexError, match=f"target {outside} is not in a vocabulary of 9"):
+            native_softmax_step(by_vocabulary(logits), targets)
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_the_native_step_hides_no_logit_that_is_not_finite(bad: float) -> None:
-    logits = torch.zeros(3, 40)
+def test_the_native_step_hides_no_logit_that_is_not_finite(bad: float, dtype: torch.dtype) -> None:
+    logits = torch.zeros(3, 40, dtype=dtype)
     logits[1, 7] = bad
     losses, gradient = native_softmax_step(by_vocabulary(logits), torch.tensor([0, 1, 2]))
     assert losses.isfinite().tolist() == [True, False, True]
@@ -187,6 +207,23 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(OSError, match=r"cannot build softmax\.cpp: .*no-such-flag"):
         inspect.unwrap(library)()
     assert not list((tmp_path / "relight").iterdir())
+
+
+@native
+def test_the_kernel_is_built_where_nothing_can_be_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert inspect.unwrap(library)().room_rows() > 0
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    hidden, weight, targets = draw()
+    loss = cross_entropy_sum(hidden.requires_grad_(), weight, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward through the chunked loss a second time"):
+        loss.backward()
 
 
 @pytest.mark.slow

@@ -23,8 +23,10 @@ from callbacks.checkpoint_files import read_checkpoint
 from callbacks.trainer import Trainer
 from data.memmap import content_fingerprint
 from lm.generate import generate
+from lm.loss import softmax_step
 from lm.model import LM, ModelConfig
 from lm.module import LMModule, can_compile, stream_seed
+from lm.native import find_compiler, native_softmax_step
 from lm.optim import OptimConfig
 
 CONFIG = ModelConfig(
@@ -313,6 +315,26 @@ def test_auto_compiles_where_the_run_is_long_enough(steps: int, compiled: bool, 
     module.setup("fit")
     assert module.compiled is compiled
     assert module.how_compiled.endswith(line)
+    module.configure_model()
+    native = compiled and find_compiler() is not None
+    assert module.loss_step is (native_softmax_step if native else softmax_step)
+    assert module.contract()["softmax of the loss"] == ("C++" if native else "torch")
+
+
+def test_a_kernel_that_cannot_be_built_is_told_and_done_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def library() -> None:
+        raise OSError("c++ cannot build softmax.cpp: why")
+
+    monkeypatch.setattr("lm.module.library", library)
+    module = LMModule(config=CONFIG, optim=OPTIM)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    module._trainer = cast(Any, SimpleNamespace(strategy=strategy))
+    assert module._fast_loss_step() is softmax_step
+    assert capsys.readouterr().err == (
+        "loss: c++ cannot build softmax.cpp: why; torch's own operations are used\n"
+    )
 
 
 # Learning and evaluation through the command line

@@ -304,7 +304,11 @@ def test_activation_checkpointing_may_be_switched_on_in_mid_run(
     train(lightning, run_yaml, tmp_path / "cut", **overrides)
     cut_back(tmp_path / "cut", 3)
     overrides["model.config.activation_checkpointing"] = True
-    train(lightning, run_yaml, tmp_path / "cut", **overrides)
+    root = {"trainer.default_root_dir": str(tmp_path / "cut")}
+    code, _, err = lightning("fit", "--config", run_yaml(RUN | root | overrides))
+    assert code == 0, err
+    key = "model.config.activation_checkpointing"
+    assert f"changed since the checkpoint: {key} False -> True" in err.splitlines()
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 

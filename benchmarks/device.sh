@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# What only a CUDA card can show, in about 8 minutes; results as they come, in $OUT/device.jsonl.
+#   benchmarks/device.sh          on a card
+#   benchmarks/device.sh --dry    the same paths on a CPU, with toy shapes
+set -euo pipefail
+cd "$(dirname "$0")/.."
+OUT=${OUT:-runs/device}
+PYTHON=${PYTHON:-.venv/bin/python}
+mkdir -p "$OUT"
+"$PYTHON" benchmarks/device.py --out "$OUT" "$@"
