@@ -130,7 +130,7 @@ def loss_parity(bench: Bench) -> dict[str, Any]:
 def drilled(bench: Bench, *words: str) -> dict[str, Any]:
     """The verdict of a drill."""
     root = bench.out / "runs" / "drilled"
-    fixed = [f"--trainer.default_root_dir={root}", "--trainer.max_steps=12"]
+    fixed = [f"--trainer.default_root_dir={root}", "--trainer.max_steps=12", "--ckpt_path=last"]
     options = bench.options(TOY, 128, 8)
     text = bench.run(["drill", "--kills=2", "--steps=12", *options, *fixed, *words])
     return {"verdict": text.strip().splitlines()[-1]}

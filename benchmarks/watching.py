@@ -1,23 +1,18 @@
-"""What watching costs: the small run with all its figures against the same run with none.
+"""What watching costs: steps of the small run with all its figures against the same without any.
 
     python benchmarks/watching.py [--pairs 5] [--steps 60] [--record]
 
-Fresh processes take turns; the figure is the ratio of median times from the first step to the
-last. Run it on an idle machine.
+Fresh processes take turns; compared is the time of a step, from the fifth on, logs and all. Run it
+on an idle machine.
 """
 
 import argparse
-import shutil
 import statistics
-import tempfile
-from pathlib import Path
+import sys
 
 from record import record
-from restart import ROOT, fit
-
-# All figures at the small run's own interval, and none.
-ON = ["--trainer.log_every_n_steps=10"]
-OFF = ["--trainer.log_every_n_steps=1000000", "--trainer.logger=false", "--health.enabled=false"]
+from shape import Shape
+from throughput import CORPORA, ROOT, measure, spread
 
 
 def main() -> None:
@@ -27,18 +22,21 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="put the result into RESULTS.md")
     options = parser.parse_args()
     (ROOT / "runs").mkdir(exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="watching-", dir=ROOT / "runs"))
-    seconds: dict[str, list[float]] = {"on": [], "off": []}
-    length = [f"--trainer.max_steps={options.steps + 1}", "--trainer.limit_val_batches=0"]
+    shape = Shape(tied=True, micro_batch=4, steps=options.steps)
+    seconds: dict[str, list[float]] = {"ours": [], "unwatched": []}
     for _ in range(options.pairs):
-        for name, switches in (("on", ON), ("off", OFF)):
-            seconds[name].append(fit("small", folder / name, *length, *switches)[1])
-            shutil.rmtree(folder / name)
-    shutil.rmtree(folder)
-    on, off = statistics.median(seconds["on"]), statistics.median(seconds["off"])
+        for name, taken in seconds.items():
+            got = measure(name, shape, "shipped", ROOT / "corpora" / CORPORA["small"])
+            if isinstance(got, str):
+                raise SystemExit(f"{name}: {got}")
+            taken.append(got["seconds"])
+            print(f"{name}: {1e3 * got['seconds']:.1f} ms a step", file=sys.stderr)
+    on, off = (statistics.median(taken) for taken in seconds.values())
+    ratios = [watched / bare for watched, bare in zip(*seconds.values(), strict=True)]
     text = (
-        f"{options.steps} steps of small.yaml, medians of {options.pairs} pairs: {on:.2f} s with "
-        f"all figures every 10 steps, {off:.2f} s with none: {on / off - 1:+.2%}."
+        f"{options.steps} steps of small.yaml, {options.pairs} pairs: {1e3 * on:.1f} ms a step "
+        f"with all figures every 10 steps, {1e3 * off:.1f} ms with none; ratio in a pair "
+        f"{spread(ratios, '.3f')}."
     )
     print(text)
     if options.record:
