@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from lm.model import ModelConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -27,3 +29,16 @@ class Shape:
     @property
     def all_steps(self) -> int:
         return self.warm_steps + self.steps
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            d_model=self.d_model,
+            n_layers=self.n_layers,
+            n_heads=self.n_heads,
+            n_kv_heads=self.n_kv_heads,
+            ffn_dim=self.ffn_dim,
+            max_seq_len=self.seq_len,
+            tie_embeddings=self.tied,
+        )

@@ -44,21 +44,10 @@ def network(shape: Shape) -> Any:
     """Our model with its first weights, which others start from too."""
     import torch
 
-    from lm.model import LM, ModelConfig
+    from lm.model import LM
 
     torch.manual_seed(SEED)
-    return LM(
-        ModelConfig(
-            vocab_size=shape.vocab_size,
-            d_model=shape.d_model,
-            n_layers=shape.n_layers,
-            n_heads=shape.n_heads,
-            n_kv_heads=shape.n_kv_heads,
-            ffn_dim=shape.ffn_dim,
-            max_seq_len=shape.seq_len,
-            tie_embeddings=shape.tied,
-        )
-    )
+    return LM(shape.model_config)
 
 
 def ours(shape: Shape, tokens: Path, work: Path, *others: str) -> list[float]:

@@ -34,7 +34,6 @@ from record import record
 from shape import Shape
 
 from lm.flops import flops_per_token
-from lm.model import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = {
@@ -52,17 +51,7 @@ LOOPS = ("bare", "loop")
 
 def flops(shape: Shape) -> int:
     """FLOPs of a token, counted alike for all systems."""
-    config = ModelConfig(
-        vocab_size=shape.vocab_size,
-        d_model=shape.d_model,
-        n_layers=shape.n_layers,
-        n_heads=shape.n_heads,
-        n_kv_heads=shape.n_kv_heads,
-        ffn_dim=shape.ffn_dim,
-        max_seq_len=shape.seq_len,
-        tie_embeddings=shape.tied,
-    )
-    return flops_per_token(config, shape.seq_len)
+    return flops_per_token(shape.model_config, shape.seq_len)
 
 
 def matmul_limit(shape: Shape) -> float:
