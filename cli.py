@@ -467,8 +467,18 @@ def cli_class(command: str, runs: bool) -> type:
     from callbacks.samples import Samples
     from callbacks.tensorboard import SeamlessTensorBoard
     from callbacks.throughput import Throughput
+    from callbacks.trackers import TrackedRun, Tracker, make_logger
     from callbacks.trainer import is_dry_run
+    from callbacks.weights import Weights
+    from data.tokenizer import check_same_ids
+    from lm.export import export as write_export
     from lm.plan import HOURS, ledger, table
+    from lm.trained import starting_weights
+
+    def export_weights(file: Path, folder: Path) -> list[str]:
+        trained = read_trained(file)
+        tokenizer = tokenizer_of(trained) if trained.has_tokenizer else None
+        return write_export(trained, folder, tokenizer=tokenizer, overwrite=folder.exists())
 
     class LMCLI(LightningCLI):
         @staticmethod
@@ -488,6 +498,8 @@ def cli_class(command: str, runs: bool) -> type:
             parser.add_lightning_class_args(GradNorm, "grad_norm")
             parser.add_lightning_class_args(Health, "health")
             parser.add_lightning_class_args(Samples, "samples")
+            parser.add_lightning_class_args(Weights, "weights")
+            parser.add_class_arguments(Tracker, "tracker")
             for target, source in LINKS.items():
                 # As a plain int: a checkpoint holds the seed, and no type of a library.
                 parser.link_arguments(source, target, compute_fn=int)
@@ -514,7 +526,18 @@ def cli_class(command: str, runs: bool) -> type:
                 root = Path(given["default_root_dir"])
                 page = SeamlessTensorBoard(root, lambda: table(ledger(run_plan(self, HOURS))))
                 kwargs["logger"] = [page, MetricsCSV(root)]
-            return super().instantiate_trainer(**kwargs) if runs else None
+            if not runs:
+                return None
+            trainer: Any = super().instantiate_trainer(**kwargs)
+            for callback in trainer.callbacks:
+                if isinstance(callback, Weights):
+                    callback.export = export_weights
+            settings = self._get(self.config_init, "tracker")
+            if command == "fit" and settings.name is not None and not is_dry_run(trainer):
+                tracker = make_logger(settings, Path(given["default_root_dir"]))
+                trainer.loggers.append(tracker)
+                trainer.callbacks.append(TrackedRun(str(tracker.version)))
+            return trainer
 
         def fit(self, model: Any, ckpt_path: str | None = None, **kwargs: Any) -> None:
             root = Path(self.trainer.default_root_dir)
@@ -523,7 +546,22 @@ def cli_class(command: str, runs: bool) -> type:
             with lock(root) if self.trainer.is_global_zero else contextlib.nullcontext():
                 reach("start-up")
                 found = resolve(ckpt_path, root, starts=True)
+                if found is None and model.from_weights is not None:
+                    model.starting_weights = self.read_start(model)
                 self.trainer.fit(model, ckpt_path=found, weights_only=True, **kwargs)
+
+        def read_start(self, model: Any) -> Callable[[], Any]:
+            """Read the weights that a run starts from; they are compared when its data is known."""
+            trained = read_trained(Path(model.from_weights), "model.from_weights")
+            data = self.datamodule
+
+            def weights() -> Any:
+                if data.tokenizer_path is not None and trained.tokenizer_path.is_file():
+                    old = tokenizer_of(trained)
+                    check_same_ids(data.tokenizer, old, trained.source, model.grow_vocab)
+                return starting_weights(trained, model.config, model.grow_vocab)
+
+            return weights
 
         def validate(self, model: Any, ckpt_path: str | None = None, **kwargs: Any) -> None:
             if self.trainer.limit_val_batches == 0:
@@ -587,6 +625,102 @@ def verify(argv: list[str]) -> None:
         raise RuntimeError(f"{bad} of {len(files)} checkpoints are damaged")
 
 
+def export(argv: list[str]) -> None:
+    """Write a trained model as a Hugging Face folder, compared with it before it is there."""
+    parser = LineParser(export)
+    add = parser.add_argument
+    add("--ckpt_path", required=True, help="run folder (its newest checkpoint) or file")
+    add("--output", required=True, metavar="DIR", help="folder to make")
+    add("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="of the weights (fp32)")
+    add("--tokenizer", help="tokenizer.json; unset: the one in the run folder")
+    add("--overwrite", action="store_true", help="replace an export that is there")
+    add("--shard_gb", type=float, default=5.0, metavar="X", help="largest file of weights (5)")
+    options = parser.parse_args(argv)
+    if not options.shard_gb > 0:
+        raise ValueError(f"--shard_gb is {options.shard_gb}: must be above 0")
+
+    from lm.export import check_place
+    from lm.export import export as write
+
+    output = Path(options.output)
+    check_place(output, options.overwrite)
+    trained = read_trained(Path(options.ckpt_path))
+    with_tokenizer = trained.has_tokenizer or options.tokenizer
+    lines = write(
+        trained,
+        output,
+        dtype=options.dtype,
+        tokenizer=tokenizer_of(trained, options.tokenizer) if with_tokenizer else None,
+        overwrite=options.overwrite,
+        shard_bytes=options.shard_gb * 1e9,
+    )
+    print("\n".join(lines))
+
+
+def evaluate(argv: list[str]) -> None:
+    """Measure a trained model: bits per byte of texts, or tasks of lm-eval."""
+    parser = LineParser(evaluate)
+    add = parser.add_argument
+    add("--ckpt_path", required=True, help="run folder, checkpoint, weights file or export")
+    add("--text", nargs="+", default=[], metavar="FILE", help="UTF-8 files to foretell")
+    words = "ids by which the window moves on; unset: half of the context"
+    add("--stride", type=int, metavar="N", help=words)
+    add("--tasks", metavar="A,B", help="tasks of lm-eval, a package to install")
+    add("--include_path", metavar="DIR", help="folder of tasks of your own")
+    add("--limit", type=int, metavar="N", help="only so many examples of a task")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="where to run")
+    add("--tokenizer", help="tokenizer.json; unset: the one beside the model")
+    options = parser.parse_args(argv)
+    if not options.text and not options.tasks:
+        raise ValueError("there is nothing to evaluate on: give --text FILES or --tasks NAMES")
+    for file in options.text:
+        if not Path(file).is_file():
+            raise ValueError(f"--text {file} is no file; name UTF-8 text")
+
+    if options.tasks:
+        from lm.tasks import require_lm_eval
+
+        require_lm_eval()
+    if options.text:
+        evaluate_texts(options)
+    if options.tasks:
+        from callbacks.trainer import device_type
+        from lm.tasks import run_tasks
+
+        trained = read_trained(Path(options.ckpt_path))
+        tokenizer = tokenizer_of(trained, options.tokenizer)
+        names, device = options.tasks.split(","), device_type(options.device)
+        folder, limit = options.include_path, options.limit
+        print(run_tasks(trained, tokenizer, names, folder, limit, device))
+
+
+def evaluate_texts(options: Any) -> None:
+    """Print the bits per byte of each text, and of all together."""
+    from lm.evaluate import bits_per_byte, loss_of_text
+
+    model, tokenizer = load_trained(options.ckpt_path, options.device, options.tokenizer)
+    stride = options.stride or max(1, model.config.max_seq_len // 2)
+    results: dict[str, list[float]] = {}
+    for file in options.text:
+        try:
+            text = Path(file).read_bytes().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--text {file} is not UTF-8 ({error}): convert it first") from error
+        if not text:
+            raise ValueError(f"--text {file} is empty: there is nothing to foretell")
+        # As a document stands in the data: after the end of another.
+        ids = [tokenizer.eos_id, *tokenizer.encode(text)]
+        one = [loss_of_text(model, ids, stride), len(ids) - 1, len(text.encode("utf-8"))]
+        results[file] = one
+    if len(results) > 1:
+        results["all"] = [sum(column) for column in zip(*results.values(), strict=True)]
+    for name, (nats, tokens, n_bytes) in results.items():
+        print(
+            f"{name}: {bits_per_byte(nats, n_bytes):.4f} bits per byte, {nats / tokens:.4f} nats "
+            f"a token, {tokens:,} tokens, {n_bytes:,} bytes"
+        )
+
+
 def sample(argv: list[str]) -> None:
     """Write text with a trained model."""
     parser = LineParser(sample)
@@ -641,43 +775,61 @@ def piped_prompt() -> str:
 
 
 def load_trained(ckpt_path: str, device: str, tokenizer_path: str | None) -> tuple[Any, Any]:
-    """Model and tokenizer of a run folder or a checkpoint file."""
+    """Model and tokenizer of what a command line names."""
     import torch
 
-    from callbacks.checkpoint_files import newest_whole, read_checkpoint
     from callbacks.trainer import device_type
-    from data.tokenizer import TextTokenizer
-    from lm.model import LM, ModelConfig, plain_keys
 
-    place = Path(ckpt_path)
-    if not place.exists():
-        raise ValueError(f"--ckpt_path {place} does not exist; give a run folder or a checkpoint")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but this machine has none; leave it out or give cpu")
-    path = (
-        newest_whole(place, lambda line: print(line, file=sys.stderr)) if place.is_dir() else place
-    )
-    checkpoint = read_checkpoint(path)
-    if missing := {"contract", "model_config"} - checkpoint.keys():
-        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: it was not made by fit")
-    found = Path(tokenizer_path or path.parent.parent / "tokenizer.json")
-    trained = checkpoint["contract"]["tokenizer fingerprint"]
-    if trained is None and tokenizer_path is None:
+    trained = read_trained(Path(ckpt_path))
+    return trained.model().to(device_type(device)), tokenizer_of(trained, tokenizer_path)
+
+
+def read_trained(place: Path, key: str = "--ckpt_path") -> Any:
+    """Read a run folder's newest whole checkpoint, a checkpoint, a weights-only file, or a folder
+    of Hugging Face's form.
+    """
+    from callbacks.checkpoint_files import checkpoints, newest_whole, read_checkpoint
+    from callbacks.trainer import announce
+    from lm.trained import from_checkpoint, from_folder, from_weights_file
+
+    if not place.exists():
+        raise ValueError(f"{key} {place} does not exist; give a run folder or a checkpoint")
+    if (place / "config.json").is_file() and not checkpoints(place):
+        return from_folder(place)
+    path = newest_whole(place, announce) if place.is_dir() else place
+    if path.suffix == ".safetensors":
+        return from_weights_file(path)
+    return from_checkpoint(read_checkpoint(path), path)
+
+
+def tokenizer_of(trained: Any, path: str | None = None) -> Any:
+    """The tokenizer of a trained model: that beside it, or a given one, if it is the same."""
+    from data.tokenizer import TextTokenizer
+
+    source, fingerprint = trained.source, trained.tokenizer_fingerprint
+    if path is None and not trained.has_tokenizer:
         raise ValueError(
-            f"{path} was trained on token files without a tokenizer; name theirs by --tokenizer"
+            f"{source} was trained on token files without a tokenizer; name theirs by --tokenizer"
         )
+    found = trained.tokenizer_path if path is None else Path(path)
     if not found.is_file():
         raise ValueError(f"{found} does not exist; name the tokenizer.json by --tokenizer")
-    tokenizer = TextTokenizer.load(found)
-    if trained is not None and tokenizer.fingerprint != trained:
+    # Hugging Face's folders name special tokens in a file beside.
+    beside = (found.parent / "tokenizer_config.json").is_file()
+    tokenizer = TextTokenizer.load(found.parent if beside else found)
+    if fingerprint is not None and tokenizer.fingerprint != fingerprint:
         raise ValueError(
-            f"{found} has fingerprint {tokenizer.fingerprint[:12]}, but {path} was trained with "
-            f"{trained[:12]}; give that one by --tokenizer"
+            f"{found} has fingerprint {tokenizer.fingerprint[:12]}, but {source} was trained with "
+            f"{fingerprint[:12]}; give that one by --tokenizer"
         )
-    model = LM(ModelConfig(**checkpoint["model_config"]))
-    weights = plain_keys(checkpoint["state_dict"])
-    model.load_state_dict({name.removeprefix("net."): t for name, t in weights.items()})
-    return model.to(device_type(device)), tokenizer
+    if tokenizer.size > trained.config.vocab_size:
+        raise ValueError(
+            f"{found} has {tokenizer.size} ids, more than the {trained.config.vocab_size} of "
+            f"{source}: it is another model's; name the right one by --tokenizer"
+        )
+    return tokenizer
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
@@ -687,6 +839,8 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "plan": plan,
     "peek": peek,
     "sample": sample,
+    "export": export,
+    "evaluate": evaluate,
     "verify": verify,
     "drill": drill,
 }

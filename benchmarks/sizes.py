@@ -36,6 +36,7 @@ def exponent(ends: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--sizes", help="some of them, with commas between; unset: all")
     parser.add_argument("--record", action="store_true", help="put the table into RESULTS.md")
     options = parser.parse_args()
     tokens = ROOT / "corpora" / CORPORA["small"]
@@ -44,13 +45,15 @@ def main() -> None:
         "|---|---|---|---|---|---|---|",
     ]
     # A larger vocabulary than the corpus' costs the same; a smaller one could not read it.
-    for name, factors in {
+    all_sizes = {
         "d_model": (0.5, 1, 2),
         "n_layers": (0.5, 1, 2),
         "seq_len": (0.5, 1, 2),
         "micro_batch": (0.5, 1, 2),
         "vocab_size": (1, 2, 4),
-    }.items():
+    }
+    wanted = options.sizes.split(",") if options.sizes else list(all_sizes)
+    for name, factors in ((name, all_sizes[name]) for name in wanted):
         shapes = [resized(name, factor) for factor in factors]
         results: list[list[dict[str, Any]]] = [[] for _ in shapes]
         for _ in range(options.rounds):

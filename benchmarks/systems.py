@@ -67,6 +67,7 @@ def ours(shape: Shape, tokens: Path, work: Path, *others: str) -> list[float]:
         "model.config.tie_embeddings": json.dumps(shape.tied),
         "model.compile": "true",
         "model.optim.lr": 3e-4,
+        "model.optim.warmup": 1,
         "data.path": tokens,
         "data.seq_len": shape.seq_len,
         "data.micro_batch_size": shape.micro_batch,
@@ -94,6 +95,17 @@ def unwatched(shape: Shape, tokens: Path, work: Path) -> list[float]:
     """The same without any figure, log or warning."""
     off = ["--trainer.logger=false", "--trainer.log_every_n_steps=1000000"]
     return ours(shape, tokens, work, *off, "--health.enabled=false")
+
+
+def with_options(*others: str) -> Callable[[Shape, Path, Path], list[float]]:
+    """`ours` with a switch."""
+    return lambda shape, tokens, work: ours(shape, tokens, work, *others)
+
+
+def experts(shape: Shape, tokens: Path, work: Path) -> list[float]:
+    """`ours` with eight experts, of which each position takes two of half the size."""
+    width = f"--model.config.ffn_dim={shape.ffn_dim // 2}"
+    return ours(shape, tokens, work, width, "--model.config.n_experts=8")
 
 
 def bare(shape: Shape, tokens: Path, work: Path) -> list[float]:
@@ -320,6 +332,9 @@ def main() -> None:
     run = {
         "ours": ours,
         "unwatched": unwatched,
+        "checkpointed": with_options("--model.config.activation_checkpointing=true"),
+        "normed": with_options("--model.config.qk_norm=true"),
+        "experts": experts,
         "bare": bare,
         "loop": hand_written(sound=True),
         "plain": hand_written(sound=False),

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_only
 
+from callbacks.trackers import KEY, TrackedRun
 from callbacks.trainer import announce, is_dry_run
 
 PACKAGES = ("relight", "torch", "lightning", "numpy", "tokenizers")
@@ -141,6 +142,9 @@ class RunRecord(Callback):
             "contract": contract(trainer),
             "starts": [*starts, start],
         }
+        for callback in cast(Any, trainer).callbacks:
+            if isinstance(callback, TrackedRun):
+                record[KEY] = callback.own
         replace_text(path, json.dumps(record, indent=1) + "\n")
         # So that the folder alone is enough to sample from.
         if (tokenizer := cast(Any, trainer).datamodule.tokenizer_path) is not None:

@@ -32,7 +32,7 @@ FP16_LOGS = 3  # a scaler looks for its scale by skipping updates; so many logs 
 class Learner(Protocol):
     """What the symptoms ask of the module."""
 
-    expected_first_loss: float
+    expected_first_loss: float | None
     flops_per_token: int
 
 
@@ -92,8 +92,8 @@ class Seen:
         return statistics.median(self.losses) if self.logs else math.inf
 
     @property
-    def expected(self) -> float:
-        """Loss of new weights."""
+    def expected(self) -> float | None:
+        """Loss of new weights; None where the run began with others."""
         return cast(Learner, self.trainer.lightning_module).expected_first_loss
 
     @property
@@ -140,14 +140,16 @@ def non_finite(seen: Seen) -> str | None:
 def first_loss(seen: Seen) -> str | None:
     """The first step does not start where new weights do."""
     loss = seen.figures["train/loss"]
-    if seen.trainer.global_step != 1 or not FIRST_NATS < abs(loss - seen.expected) < math.inf:
+    if seen.expected is None or seen.trainer.global_step != 1:
+        return None
+    if not FIRST_NATS < abs(loss - seen.expected) < math.inf:
         return None
     return f"the first loss is {loss:.2f}, that of new weights is {seen.expected:.2f}"
 
 
 def flat(seen: Seen) -> str | None:
     """The loss has not fallen, and the warm-up is over."""
-    if seen.trainer.global_step < FLAT_STEPS or len(seen.logs) < 2:
+    if seen.expected is None or seen.trainer.global_step < FLAT_STEPS or len(seen.logs) < 2:
         return None
     warms_up = seen.logs[-1][2] > seen.logs[-2][2]
     if warms_up or seen.lowest < seen.expected - FLAT_NATS:
@@ -160,6 +162,8 @@ def flat(seen: Seen) -> str | None:
 
 def too_fast(seen: Seen) -> str | None:
     """The loss is too good to be true."""
+    if seen.expected is None:
+        return None
     limit, losses = FAST_SHARE * seen.expected, seen.losses[-2:]
     if seen.trainer.global_step > FAST_STEPS or len(losses) < 2 or max(losses) >= limit:
         return None
@@ -175,6 +179,8 @@ def loss_jump(seen: Seen, after_resume: bool = False) -> str | None:
         return None
     *before, one, two = seen.losses
     if len(before) < JUMP_LOGS:
+        if seen.expected is None:
+            return None
         # Too little of a past; but no loss should be far above that of knowing nothing.
         middle, spread, past = seen.expected, 0.0, "of new weights"
     else:

@@ -121,6 +121,10 @@ class TextTokenizer:
             )
         return token_id
 
+    def tokens(self) -> dict[int, str]:
+        """What each id is spelled like in the file."""
+        return {i: token for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items()}
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the file's content; spacing and the order of keys do not count."""
@@ -219,3 +223,29 @@ def _written_bytes(token: str) -> int:
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return 1
     return len(token.replace("\u2581", " ").encode("utf-8"))
+
+
+def check_same_ids(new: TextTokenizer, old: TextTokenizer, source: Path, grow: bool) -> None:
+    """Compare what ids mean in the data of a run and to the weights that it begins with.
+
+    Raises:
+        ValueError: they mean other tokens, or there are more and `grow` does not allow it.
+    """
+    if new.fingerprint == old.fingerprint:
+        return
+    ours, theirs = new.tokens(), old.tokens()
+    differ = [i for i in sorted(theirs) if ours.get(i) != theirs[i]]
+    more = len(ours.keys() - theirs.keys())
+    if differ:
+        first = differ[0]
+        raise ValueError(
+            f"the data's tokenizer ({new.fingerprint[:12]}) is not that of model.from_weights "
+            f"{source} ({old.fingerprint[:12]}): id {first} is {ours.get(first)!r} in the data "
+            f"and {theirs[first]!r} there; prepare the data with lightning prepare --tokenizer "
+            f"{source}"
+        )
+    if more and not grow:
+        raise ValueError(
+            f"the data's tokenizer has {more} tokens that model.from_weights {source} does not "
+            "know: model.grow_vocab true adds rows for them"
+        )

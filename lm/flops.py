@@ -8,26 +8,39 @@ def parameters(config: ModelConfig) -> dict[str, int]:
     """Parameters by part; a tied head is counted with the embedding alone."""
     queries, kv = config.n_heads * config.head_size, config.kv_heads * config.head_size
     embedding = config.vocab_size * config.d_model
+    experts = config.n_experts or 0
+    head_norms = 2 * config.n_layers * config.head_size if config.qk_norm else 0
     return {
         "embedding": embedding,
         "attention": config.n_layers * 2 * config.d_model * (queries + kv),
-        "mlp": config.n_layers * 3 * config.d_model * config.ffn_dim,
-        "norms": (2 * config.n_layers + 1) * config.d_model,
+        "router": config.n_layers * config.d_model * experts,
+        "mlp": max(experts, 1) * config.n_layers * 3 * config.d_model * config.ffn_dim,
+        "norms": (2 * config.n_layers + 1) * config.d_model + head_norms,
         "head": 0 if config.tie_embeddings else embedding,
     }
+
+
+def active_parameters(config: ModelConfig) -> dict[str, int]:
+    """Parameters that a token goes through, by part: of the experts those it is sent to."""
+    counts = parameters(config)
+    if config.n_experts is not None:
+        counts["mlp"] = counts["mlp"] // config.n_experts * config.n_experts_per_token
+    return counts
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     """Training FLOPs (forward + backward) to learn from one token.
 
-    Six per weight of a matrix product (2 forward, 4 backward), the head's included also when it
-    is tied, plus 12·L·N·H·T for attention scores and values. Embedding look-ups and norms are left
-    out. The causal half is not discounted, so MFU reads slightly high when the kernel skips it.
+    Six per weight of a matrix product that a token goes through (2 forward, 4 backward), the head's
+    included also when it is tied, plus 12·L·N·H·T for attention scores and values. Embedding
+    look-ups and norms are left out. The causal half is not discounted, so MFU reads slightly high
+    when the kernel skips it.
 
     Source: PaLM, arXiv:2204.02311, appendix B.
     """
-    counts = parameters(config)
-    weights = counts["attention"] + counts["mlp"] + config.vocab_size * config.d_model
+    counts = active_parameters(config)
+    weights = counts["attention"] + counts["router"] + counts["mlp"]
+    weights += config.vocab_size * config.d_model
     scores = 12 * config.n_layers * config.n_heads * config.head_size * seq_len
     return 6 * weights + scores
 
@@ -61,6 +74,10 @@ def activation_bytes(
     attention = layers * (size * 2 * (queries + kv) + 4 * config.n_heads)
     # Gate, up, the gate's SiLU, and the product.
     mlp = layers * size * 4 * config.ffn_dim
+    if config.n_experts is not None:
+        # For each expert of a position; its row before and after, and the result of all.
+        per_token = config.n_experts_per_token
+        mlp = per_token * (mlp + layers * size * 3 * width) + layers * 12 * config.n_experts
     # Masks as wide as what they drop, as CPUs keep them; CUDA's are of one byte.
     dropout = width * 2 * layers * size if config.dropout else 0
     # Logits, their fp32 form where that is another, the softmax's temporary and its result.

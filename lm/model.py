@@ -1,7 +1,9 @@
 """The network: a Llama-style decoder, in data-flow order.
 
-Axes: B batch, T position, D d_model, N n_heads, K n_kv_heads, H head_dim, F ffn_dim, V vocab.
-Parameter names and shapes are those of Hugging Face's LlamaForCausalLM.
+Axes: B batch, T position, D d_model, N n_heads, K n_kv_heads, H head_dim, F ffn_dim, V vocab,
+L n_layers, E n_experts.
+Parameter names and shapes are those of Hugging Face's LlamaForCausalLM, Qwen3ForCausalLM with
+qk_norm, Qwen3MoeForCausalLM with experts.
 """
 
 import math
@@ -13,6 +15,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from lm.experts import Experts
 
 # Of the logits of a new model, over the vocabulary.
 LOGIT_VARIANCE = 0.05
@@ -35,11 +39,20 @@ class ModelConfig:
     head_dim: int | None = None
     """Width of a head, even. Unset: d_model / n_heads."""
     ffn_dim: int = 688
-    """Width of the SwiGLU feed-forward layer."""
+    """Width of the SwiGLU feed-forward layer, or of each expert."""
+    n_experts: int | None = None
+    """Feed-forward layers of a block, of which a router picks some for each position. Unset: one
+    for all."""
+    n_experts_per_token: int = 2
+    """How many of them a position goes through."""
+    aux_loss_coef: float = 0.01
+    """Weight of the loss that keeps experts evenly used, which is 1 where they are; 0 or more."""
     max_seq_len: int = 512
     """Longest context in positions; always data.seq_len."""
     tie_embeddings: bool = True
     """Use one matrix for the embedding and the head."""
+    qk_norm: bool = False
+    """RMSNorm of each query and key over its head, before the rotation."""
     dropout: float = 0.0
     """Share of activations dropped after the embedding and at each branch's end, 0 <= p < 1."""
     rope_theta: float = 10000.0
@@ -75,9 +88,28 @@ class ModelConfig:
             raise ValueError(
                 f"model.config.dropout is {self.dropout}: must be at least 0 and below 1"
             )
+        if self.n_experts is not None:
+            self._check_experts(self.n_experts)
         for name in ("rope_theta", "norm_eps", "init_std"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"model.config.{name} is {getattr(self, name)}: must be above 0")
+
+    def _check_experts(self, n_experts: int) -> None:
+        if not 1 <= self.n_experts_per_token <= n_experts:
+            raise ValueError(
+                f"model.config.n_experts_per_token is {self.n_experts_per_token} and n_experts is "
+                f"{n_experts}: must be at least 1 and at most n_experts"
+            )
+        if not 0 <= self.aux_loss_coef < math.inf:
+            raise ValueError(
+                f"model.config.aux_loss_coef is {self.aux_loss_coef}: must be 0 or more"
+            )
+        for name in ("d_model", "ffn_dim"):
+            if getattr(self, name) % 8:
+                raise ValueError(
+                    f"model.config.{name} is {getattr(self, name)}: with n_experts it must be a "
+                    "multiple of 8, for grouped matrix products read 16 bytes at a time"
+                )
 
     @property
     def head_size(self) -> int:
@@ -162,6 +194,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.d_model, kv, bias=False)
         self.v_proj = nn.Linear(config.d_model, kv, bias=False)
         self.o_proj = nn.Linear(queries, config.d_model, bias=False)
+        self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
 
     def forward(
         self,
@@ -171,8 +205,11 @@ class Attention(nn.Module):
         layer: int = 0,
     ) -> Float[Tensor, "B T D"]:
         heads = (*x.shape[:2], -1, self.head_size)
-        q = rotate(self.q_proj(x).view(heads).transpose(1, 2), rotary)  # (B, N, T, H)
-        k = rotate(self.k_proj(x).view(heads).transpose(1, 2), rotary)  # (B, K, T, H)
+        q, k = self.q_proj(x).view(heads), self.k_proj(x).view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = rotate(q.transpose(1, 2), rotary)  # (B, N, T, H)
+        k = rotate(k.transpose(1, 2), rotary)  # (B, K, T, H)
         v = self.v_proj(x).view(heads).transpose(1, 2)
         mask = None
         if cache is not None:
@@ -210,7 +247,13 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.d_model, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = (
+            MLP(config)
+            if config.n_experts is None
+            else Experts(
+                config.d_model, config.ffn_dim, config.n_experts, config.n_experts_per_token
+            )
+        )
         self.dropout = config.dropout
 
     def forward(
@@ -219,11 +262,13 @@ class Block(nn.Module):
         rotary: Float[Tensor, "2 T H"],
         cache: KVCache | None = None,
         layer: int = 0,
-    ) -> Float[Tensor, "B T D"]:
+    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "2 E"] | None]:
         branch = self.self_attn(self.input_layernorm(x), rotary, cache, layer)
         x = x + F.dropout(branch, self.dropout, self.training)
-        branch = self.mlp(self.post_attention_layernorm(x))
-        return x + F.dropout(branch, self.dropout, self.training)
+        branch, routing = self.mlp(self.post_attention_layernorm(x)), None
+        if isinstance(branch, tuple):
+            branch, routing = branch
+        return x + F.dropout(branch, self.dropout, self.training), routing
 
 
 class Trunk(nn.Module):
@@ -248,6 +293,12 @@ class Trunk(nn.Module):
     def forward(
         self, ids: Int[Tensor, "B T"], cache: KVCache | None = None
     ) -> Float[Tensor, "B T D"]:
+        return self.routed(ids, cache)[0]
+
+    def routed(
+        self, ids: Int[Tensor, "B T"], cache: KVCache | None = None
+    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "L 2 E"] | None]:
+        """Hidden states, and of each layer's experts what `Experts` tells beside its result."""
         start = 0 if cache is None else cache.length
         if start + ids.shape[1] > self.rotary.shape[1]:
             raise ValueError(
@@ -263,20 +314,23 @@ class Trunk(nn.Module):
         x: Float[Tensor, "B T D"],
         rotary: Float[Tensor, "2 T H"],
         cache: KVCache | None = None,
-    ) -> Float[Tensor, "B T D"]:
+    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "L 2 E"] | None]:
         """All blocks and the last norm: what is worth compiling.
 
         Not the embedding: compiled for CPUs, its gradient is summed by threads in the order in
         which they come, and no two runs end with the same bits.
         """
+        routings: list[Tensor] = []
         for layer, block in enumerate(self.layers):
             if self.checkpoints and self.training and torch.is_grad_enabled():
-                x = checkpoint(block, x, rotary, use_reentrant=False)
+                x, routing = checkpoint(block, x, rotary, use_reentrant=False)
             else:
-                x = block(x, rotary, cache, layer)
+                x, routing = block(x, rotary, cache, layer)
+            if routing is not None:
+                routings.append(routing)
         if cache is not None:
             cache.length += x.shape[1]
-        return self.norm(x)
+        return self.norm(x), torch.stack(routings) if routings else None
 
 
 class LM(nn.Module):
@@ -323,7 +377,7 @@ class LM(nn.Module):
                 nn.init.ones_(parameter)
             elif parameter is self.head_weight:
                 nn.init.normal_(parameter, std=math.sqrt(LOGIT_VARIANCE / config.d_model))
-            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            elif name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
                 nn.init.normal_(parameter, std=end_std)
             else:
                 nn.init.normal_(parameter, std=config.init_std)

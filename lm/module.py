@@ -7,6 +7,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -14,6 +15,7 @@ from jaxtyping import Int
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lm.experts import balance_loss, expert_figures
 from lm.flops import flops_per_token
 from lm.generate import generate
 from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step
@@ -21,6 +23,7 @@ from lm.model import LM, ModelConfig, plain_keys
 from lm.native import find_compiler, library, native_softmax_step
 from lm.optim import OptimConfig, build_optimizer, use_fused
 from lm.schedule import warmup_cosine, warmup_steps
+from lm.trained import write_weights_file
 
 # On CUDA the count of skipped updates is looked at every so many steps: a look is a sync.
 CUDA_CHECK_STEPS = 10
@@ -82,6 +85,8 @@ class LMModule(LightningModule):
         optim: OptimConfig = OptimConfig(),
         compile: bool | Literal["auto"] = "auto",
         max_skipped_steps: int = 10,
+        from_weights: str | None = None,
+        grow_vocab: bool = False,
         seed: int = 0,
     ) -> None:
         """Settings only: the network is built in `configure_model`.
@@ -94,6 +99,11 @@ class LMModule(LightningModule):
                 compiling takes (5e13 FLOPs, two minutes or so). Off gives readable errors.
             max_skipped_steps: Stop after this many updates in a row with a gradient that is not
                 finite. Such updates are skipped: weights and moments stay as they were.
+            from_weights: Begin with these weights, a new optimizer and step 0: a run folder, a
+                checkpoint, a weights-only file, or a folder of Hugging Face's form with a Llama,
+                Qwen3, Mixtral or Qwen3-MoE. A resumed run does not read it.
+            grow_vocab: Allow a vocabulary that goes on after that of the weights; new rows are
+                drawn as for a new model.
             seed: Of initial weights and dropout; always seed_everything.
         """
         super().__init__()
@@ -106,6 +116,8 @@ class LMModule(LightningModule):
         self.optim_config = optim
         self.compile_setting = compile
         self.max_skipped_steps = max_skipped_steps
+        self.from_weights, self.grow_vocab = from_weights, grow_vocab
+        self.starting_weights: Callable[[], dict[str, Tensor]] | None = None
         self.seed = seed
         self.fused = False
         self.compiled, self.how_compiled = False, ""
@@ -117,6 +129,7 @@ class LMModule(LightningModule):
         self.targets_seen = self._without_targets = torch.zeros(())
         self._step_figures: dict[str, Tensor | float] = {}
         self._window = self._totals = torch.zeros(0)
+        self._routing: Tensor | None = None  # of a step, mean over its micro-batches
         self._divisor = 0
         self._skipped = torch.zeros(2, dtype=torch.int64)  # in a row, in all
 
@@ -126,9 +139,9 @@ class LMModule(LightningModule):
         return flops_per_token(self.config, self.config.max_seq_len)
 
     @property
-    def expected_first_loss(self) -> float:
-        """Loss in nats a token before the first update."""
-        return self.net.expected_first_loss
+    def expected_first_loss(self) -> float | None:
+        """Loss in nats a token before the first update; None where weights come from elsewhere."""
+        return self.net.expected_first_loss if self.from_weights is None else None
 
     def contract(self) -> dict[str, Any]:
         """Settings that a resumed run is compared by, under their configuration keys."""
@@ -177,15 +190,45 @@ class LMModule(LightningModule):
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(self.seed)
             self.net = LM(self.config)
+        if self.starting_weights is not None:
+            self._begin_with(self.starting_weights())
         if self.compiled:
             # A method and no module, so that no key of the state dict carries a prefix.
             trunk = self.net.model
-            trunk.decode = torch.compile(trunk.decode, dynamic=False)
+            trunk.decode = self._compile(trunk.decode)
             self.loss_step = self._fast_loss_step()
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function compiled; where `auto` chose that and it fails, the plain one and a line."""
+        # Its import takes a second, which runs that are not compiled need not wait.
+        from torch._dynamo.exc import TorchDynamoException
+
+        fast = torch.compile(function, dynamic=False)
+        if self.compile_setting is True:
+            return fast
+
+        def call(*args: Any) -> Any:
+            if not self.compiled:
+                return function(*args)
+            try:
+                return fast(*args)
+            except TorchDynamoException as error:
+                self.compiled = False
+                why = str(error).strip().splitlines()[0]
+                print(f"compile: failed, so the run is not compiled: {why}", file=sys.stderr)
+                return function(*args)
+
+        return call
+
+    @torch.no_grad()
+    def _begin_with(self, weights: dict[str, Tensor]) -> None:
+        for name, tensor in self.net.state_dict().items():
+            # Fewer rows are those of a smaller vocabulary.
+            tensor[: len(weights[name])] = weights[name]
 
     def _fast_loss_step(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
         if self.trainer.strategy.root_device.type != "cpu":
-            return torch.compile(softmax_step, dynamic=False)
+            return self._compile(softmax_step)
         try:
             library()
         except OSError as error:
@@ -212,13 +255,14 @@ class LMModule(LightningModule):
 
     # Training
 
-    def loss(self, batch: dict[str, Int[Tensor, "B L"]]) -> tuple[Tensor, Int[Tensor, "B T"]]:
-        """Sum of cross-entropies in nats of a batch, and its targets."""
+    def loss(
+        self, batch: dict[str, Int[Tensor, "B L"]]
+    ) -> tuple[Tensor, Int[Tensor, "B T"], Tensor | None]:
+        """Sum of cross-entropies in nats of a batch, its targets, and how experts were used."""
         inputs, targets = shift(batch["input_ids"], batch["labels"])
-        hidden = self.net.model(inputs)
-        return cross_entropy_sum(
-            hidden, self.net.head_weight, targets, step=self.loss_step
-        ), targets
+        hidden, routing = self.net.model.routed(inputs)
+        total = cross_entropy_sum(hidden, self.net.head_weight, targets, step=self.loss_step)
+        return total, targets, routing
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         micro_step = batch_idx % self.trainer.accumulate_grad_batches
@@ -227,10 +271,17 @@ class LMModule(LightningModule):
             torch.manual_seed(
                 stream_seed(self.seed, self.trainer.global_step, micro_step, self.global_rank)
             )
-        total, targets = self.loss(batch)
+        total, targets, routing = self.loss(batch)
+        n_real = (targets != IGNORE_INDEX).sum()
         if micro_step == 0:
             self._window = torch.zeros(2, dtype=self._wide, device=self.device)
-        self._window += torch.stack((total.detach(), (targets != IGNORE_INDEX).sum()))
+            self._routing = None
+        self._window += torch.stack((total.detach(), n_real))
+        if routing is not None:
+            share = routing.detach() / self.trainer.accumulate_grad_batches
+            self._routing = share if self._routing is None else self._routing + share
+            # A mean over targets, as the loss is in the end.
+            total = total + self.config.aux_loss_coef * balance_loss(routing) * n_real
         # The divisor is the same for every micro-batch; `configure_gradient_clipping` corrects
         # it to the number of real targets of the whole step.
         self._divisor = targets.numel() * self.trainer.accumulate_grad_batches
@@ -254,6 +305,8 @@ class LMModule(LightningModule):
         named = [(n, p) for n, p in self.net.named_parameters() if p.grad is not None]
         gradients = [cast(Tensor, p.grad) for _, p in named]
         total, targets = cast(Tensor, self.trainer.strategy.reduce(self._window, reduce_op="sum"))
+        if self._routing is not None:
+            self._routing = cast(Tensor, self.trainer.strategy.reduce(self._routing))
         self.targets_seen = self.targets_seen + targets
         self._without_targets = self._without_targets + (targets == 0)
         # Undo what the backward passes divided by (DDP adds the world size) and divide rightly.
@@ -305,6 +358,8 @@ class LMModule(LightningModule):
     def step_figures(self) -> dict[str, float]:
         """Loss, learning rate and gradient norm before clipping of the last finished step."""
         figures = {name: float(value) for name, value in self._step_figures.items()}
+        if self._routing is not None:
+            figures |= expert_figures(self._routing)
         if skipped := int(self._skipped[1]):
             figures["optim/skipped_steps"] = skipped
         if empty := int(self._without_targets):
@@ -321,7 +376,7 @@ class LMModule(LightningModule):
     def validation_step(
         self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        total, targets = self.loss(batch)
+        total, targets, _ = self.loss(batch)
         real = targets[targets != IGNORE_INDEX]
         n_bytes = torch.zeros((), dtype=torch.int64, device=self.device)
         if self.token_bytes is not None:
@@ -388,6 +443,16 @@ class LMModule(LightningModule):
         checkpoint["model_config"] = dataclasses.asdict(self.config)
         checkpoint["skipped_steps"] = self._skipped.tolist()
         checkpoint["train_loss"] = self.step_figures().get("train/loss")
+        checkpoint["val_loss"] = self.validation_figures.get("val/loss")
+
+    def write_weights(self, path: Path, checkpoint: dict[str, Any]) -> None:
+        """Write the weights alone, with what belongs to them.
+
+        Args:
+            checkpoint: step and contract.
+        """
+        self.on_save_checkpoint(checkpoint)
+        write_weights_file(self.net.state_dict(), checkpoint, path)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = plain_keys(checkpoint["state_dict"])

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from lm.flops import activation_bytes, flops_per_token, parameters
+from lm.flops import activation_bytes, active_parameters, flops_per_token, parameters
 from lm.model import ModelConfig
 from lm.optim import OptimConfig
 from lm.schedule import warmup_cosine, warmup_steps
@@ -153,7 +153,8 @@ def ledger(run: RunPlan) -> dict[str, Any]:
         ValueError: the length is not given exactly once, or the warm-up does not fit it.
     """
     counts, total = parameters(run.config), run.parameters
-    full, six_n = flops_per_token(run.config, run.config.max_seq_len), 6 * total
+    active = sum(active_parameters(run.config).values())
+    full, six_n = flops_per_token(run.config, run.config.max_seq_len), 6 * active
     steps = run.steps
     warmup = None if steps is None else warmup_steps(run.optim.warmup, steps)
     activations = None
@@ -166,8 +167,7 @@ def ledger(run: RunPlan) -> dict[str, Any]:
         )
     return {
         "parameters": total,
-        # A network without experts uses all of them for each token.
-        "parameters_active": total,
+        "parameters_active": active,
         "parameters_by_part": counts,
         "parameters_embedding": counts["embedding"],
         "flops_per_token": full,

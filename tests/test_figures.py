@@ -22,7 +22,8 @@ def logged(root: Path) -> tuple[set[str], set[str]]:
 
 
 def by_part(keys: set[str]) -> set[str]:
-    return {re.sub(r"^grad_norm/.*", "grad_norm/<part>", key) for key in keys}
+    keys = {re.sub(r"^grad_norm/.*", "grad_norm/<part>", key) for key in keys}
+    return {re.sub(r"^moe/load/\d+$", "moe/load/<i>", key) for key in keys}
 
 
 def test_every_figure_is_described_once_and_every_description_has_a_figure(
@@ -32,6 +33,7 @@ def test_every_figure_is_described_once_and_every_description_has_a_figure(
         "data.eval_train": True,
         "grad_norm.per_layer_every_n_steps": 1,
         "trainer.gradient_clip_val": 1.0,
+        "model.config.n_experts": 3,
     }
     code, _, err = lightning("fit", "--config", run_yaml(everything))
     assert code == 0, err

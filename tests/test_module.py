@@ -126,10 +126,10 @@ def test_loss_and_norm_equal_the_plain_reference(fit):
 class Given(LMModule):
     """Its losses are given: 6 over 3 targets, then 10 over 1."""
 
-    def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        _, targets = super().loss(batch)
+    def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, None]:
+        _, targets, _ = super().loss(batch)
         total = {3: 6.0, 1: 10.0}[int((targets != -100).sum())]
-        return total + 0.0 * self.net.head_weight.sum(), targets
+        return total + 0.0 * self.net.head_weight.sum(), targets, None
 
 
 def test_sums_of_six_over_three_and_ten_over_one_make_four(fit):
@@ -220,10 +220,10 @@ class Poisoned(LMModule):
 
     bad_steps = range(0)
 
-    def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        total, targets = super().loss(batch)
+    def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, None]:
+        total, targets, _ = super().loss(batch)
         bad = self.trainer.training and self.trainer.global_step in self.bad_steps
-        return total * (math.inf if bad else 1.0), targets
+        return total * (math.inf if bad else 1.0), targets, None
 
 
 @pytest.mark.parametrize("fused", [True, False])

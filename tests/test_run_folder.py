@@ -168,6 +168,7 @@ def stand_in(root: Path, **changes: Any) -> Any:
         "strategy": SimpleNamespace(root_device=torch.device("cpu")),
         "lightning_module": Part(seed_everything=5),
         "datamodule": Part(data, fingerprint="abc"),
+        "callbacks": [],
     }
     return SimpleNamespace(**values | changes)
 

@@ -1,0 +1,86 @@
+"""Weights alone, beside the checkpoints: for use while the run goes on, and after it."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from callbacks.checkpoint_files import TEMPORARY, replace
+from callbacks.run_folder import contract
+from callbacks.throughput import Throughput
+from callbacks.trainer import announce, at_step_edge, is_dry_run
+
+FILE = "weights.safetensors"
+EXPORTS = "exports"
+
+
+class Weights(Callback):
+    """Leaves the run's weights in a file, a third of a checkpoint, and as a Hugging Face folder."""
+
+    def __init__(
+        self, *, save_at_end: bool = True, export_every_n_steps: int | None = None
+    ) -> None:
+        """Say what is left in the run folder.
+
+        Args:
+            save_at_end: Write weights.safetensors when training ends: enough to sample, export,
+                evaluate or start another run with, but not to resume.
+            export_every_n_steps: Write exports/step-00001000 every so many optimizer steps, as
+                lightning export does; unset: never.
+        """
+        if export_every_n_steps is not None and export_every_n_steps < 1:
+            raise ValueError(
+                f"weights.export_every_n_steps is {export_every_n_steps}: must be at least 1, or "
+                "null"
+            )
+        self.save_at_end, self.export_every_n_steps = save_at_end, export_every_n_steps
+        self.export: Callable[[Path, Path], list[str]] | None = None
+        """Writes a folder of a weights-only file; set by who knows how."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        every = self.export_every_n_steps
+        if every is None or not at_step_edge(trainer, batch_idx) or is_dry_run(trainer):
+            return
+        if trainer.global_step % every == 0 and trainer.is_global_zero:
+            for callback in cast(Any, trainer).callbacks:
+                if isinstance(callback, Throughput):
+                    callback.pause(trainer)
+            self._export(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.save_at_end and trainer.is_global_zero and not is_dry_run(trainer):
+            try:
+                self._write(trainer, pl_module)
+            except (OSError, RuntimeError) as error:  # the checkpoint is there all the same
+                announce(f"warning: {FILE} not written: {error}")
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule) -> Path:
+        path = Path(trainer.default_root_dir, FILE)
+        temporary = path.with_name(f"{FILE}{TEMPORARY}{os.getpid()}")
+        content = {"global_step": trainer.global_step, "contract": contract(trainer)}
+        try:
+            cast(Any, pl_module).write_weights(temporary, content)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
+
+    def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        folder = Path(trainer.default_root_dir, EXPORTS, f"step-{trainer.global_step:08d}")
+        state = torch.random.get_rng_state()
+        try:
+            assert self.export is not None
+            lines = self.export(self._write(trainer, pl_module), folder)
+        except (OSError, RuntimeError, ValueError) as error:  # training goes on
+            announce(f"warning: {folder} not written: {error}")
+        else:
+            announce(f"exported {lines[0]}")
+        finally:
+            torch.random.set_rng_state(state)

@@ -1,0 +1,320 @@
+"""A trained model as a folder that other libraries load: written whole, compared, or not there."""
+
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lm.hf import architecture, read_folder, to_hf_config, to_hf_weights, write_weights
+from lm.model import LM, ModelConfig
+from lm.trained import Trained
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOLERANCE = 1e-4  # of logits in fp32
+MOST_POSITIONS = 1024  # that logits are compared at
+PROBE = "def main(argument):\n    return 'été 漢字 🙂'  # 1 + 1\n"
+
+
+@runtime_checkable
+class Tokens(Protocol):
+    """What an export asks of a tokenizer."""
+
+    size: int
+    """One more than the largest id."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        ...
+
+    def tokens(self) -> dict[int, str]:
+        """What each id is spelled like."""
+        ...
+
+    def special_id(self, kind: str) -> int | None:
+        """Id of eos, bos or pad."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write tokenizer.json."""
+        ...
+
+
+def export(
+    trained: Trained,
+    output: Path,
+    *,
+    dtype: str = "fp32",
+    tokenizer: Tokens | None = None,
+    overwrite: bool = False,
+    shard_bytes: float = 5e9,
+) -> list[str]:
+    """Write the folder and tell what it is; nothing is there before all of it was compared.
+
+    Args:
+        tokenizer: what goes along; None leaves the folder without one.
+        overwrite: whether an export that is there already is replaced.
+        shard_bytes: size that a file of weights may have.
+
+    Raises:
+        ValueError: the place is taken, or the model cannot be written so.
+        RuntimeError: what was written does not compute what the model does.
+        OSError: the disk refuses.
+    """
+    check_place(output, overwrite)
+    bad = [name for name, tensor in trained.weights.items() if not tensor.isfinite().all()]
+    if bad:
+        raise ValueError(
+            f"{trained.source} has weights that are not finite ({', '.join(bad)}): export an "
+            "earlier checkpoint"
+        )
+    config, kind = trained.config, DTYPES[dtype]
+    size = config.vocab_size if tokenizer is None else tokenizer.size
+    ids = special_ids(tokenizer)
+    content = to_hf_config(config, size, str(kind).removeprefix("torch."), ids)
+    weights = to_hf_weights({n: t.to(kind) for n, t in trained.weights.items()}, config, size)
+    too_large = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
+    if too_large:
+        raise ValueError(
+            f"{', '.join(too_large)} of {trained.source} do not fit into {dtype}: give --dtype bf16"
+        )
+    needed = sum(tensor.nbytes for tensor in weights.values())
+    with whole_folder(output, needed) as folder:
+        write_weights(weights, folder, shard_bytes)
+        write_json(folder / "config.json", content)
+        write_json(folder / "generation_config.json", {f"{n}_token_id": i for n, i in ids.items()})
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, folder, config.max_seq_len)
+        card = model_card(trained, dtype, needed, size)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        lines = [*compared(trained, folder, kind, size, tokenizer)]
+    what = f"{output}: {content['architectures'][0]}, {dtype}, {needed / 1e6:.1f} MB"
+    if size < config.vocab_size:
+        lines.append(f"{config.vocab_size - size} rows of the vocabulary that no token has: cut")
+    if config.dropout:
+        lines.append(f"dropout {config.dropout} of training: left out, it has no place in use")
+    if tokenizer is None:
+        lines.append("no tokenizer: the model was trained on token files without one")
+    return [what, *lines, *accepted_by(config, size, tokenizer)]
+
+
+def check_place(output: Path, overwrite: bool) -> None:
+    """Find out before any work whether the folder may be written.
+
+    Raises:
+        ValueError: something is there that is not to be replaced.
+    """
+    if not output.exists():
+        return
+    if not overwrite:
+        raise ValueError(
+            f"--output {output} exists; give another one, or --overwrite to replace it"
+        )
+    if not (output / "config.json").is_file() or not list(output.glob("model*.safetensors")):
+        raise ValueError(
+            f"--output {output} is no exported model, so --overwrite does not replace it; give "
+            "another folder"
+        )
+
+
+@contextmanager
+def whole_folder(output: Path, needed: int) -> Iterator[Path]:
+    """A folder to fill, which appears under its name when the block ends well and else is gone."""
+    output = output.absolute()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(output.parent).free
+    if free < needed:
+        raise OSError(
+            f"No space left for {output}: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free"
+        )
+    folder = output.with_name(f".{output.name}.tmp-{os.getpid()}")
+    old = output.with_name(f".{output.name}.old-{os.getpid()}")
+    folder.mkdir()
+    try:
+        yield folder
+        for path in folder.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if output.exists():
+            output.rename(old)
+        try:
+            folder.rename(output)
+        except OSError:
+            old.rename(output)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """A readable JSON file."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def special_ids(tokenizer: Tokens | None) -> dict[str, int | None]:
+    """Ids of bos, eos and pad; a document without a bos begins as after the end of another."""
+    names = ("bos", "eos", "pad")
+    ids = {name: None if tokenizer is None else tokenizer.special_id(name) for name in names}
+    return ids | {"bos": ids["eos"] if ids["bos"] is None else ids["bos"]}
+
+
+def write_tokenizer(tokenizer: Tokens, folder: Path, seq_len: int) -> None:
+    """The files that transformers' AutoTokenizer reads."""
+    tokenizer.save(folder / "tokenizer.json")
+    tokens = tokenizer.tokens()
+    ids = {name: tokenizer.special_id(name) for name in ("bos", "eos", "pad")}
+    named = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
+    write_json(folder / "special_tokens_map.json", named)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(folder / "tokenizer_config.json", settings | named)
+
+
+def model_card(trained: Trained, dtype: str, n_bytes: int, vocab_size: int) -> str:
+    """README.md of the folder."""
+    config, facts = trained.config, trained.facts
+    contract = facts.get("contract", {})
+    rows = {
+        "architecture": f"{architecture(config)}, {config.n_layers} layers of {config.d_model}, "
+        f"{config.n_heads} heads, context {config.max_seq_len}, vocabulary {vocab_size}",
+        "weights": f"{sum(t.numel() for t in trained.weights.values()):,} in training; "
+        f"{n_bytes / 1e6:.1f} MB of {dtype} here",
+    }
+    if contract:
+        step = facts["global_step"]
+        tokens = step * contract["global batch size"] * contract["data.seq_len"]
+        data = contract["data.path"] or contract["data.mixture"]
+        rows["trained on"] = f"{data}, {tokens:,} tokens in {step:,} steps"
+        rows["precision"] = contract["trainer.precision"]
+    for name, key in (("training loss", "train_loss"), ("validation loss", "val_loss")):
+        if facts.get(key) is not None:
+            rows[name] = f"{facts[key]:.4f} nats a token"
+    if config.dropout:
+        rows["dropout"] = f"{config.dropout} in training, none here"
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
+        f"Exported by Relight {version('relight')}.\n\n| | |\n|---|---|\n{table}\n\n"
+        "```python\nfrom transformers import pipeline\n\n"
+        'print(pipeline("text-generation", ".")("def main("))\n```\n'
+    )
+
+
+def compared(
+    trained: Trained, folder: Path, kind: torch.dtype, size: int, tokenizer: Tokens | None
+) -> Iterator[str]:
+    """Load the folder again, by our reader and by transformers, and compare logits and tokens.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    rounded = {name: tensor.to(kind).float() for name, tensor in trained.weights.items()}
+    length = min(trained.config.max_seq_len, MOST_POSITIONS)
+    ids = torch.randint(size, (1, length), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        ours = logits(with_weights(trained.config, rounded), ids)[..., :size]
+        config, weights = read_folder(folder)
+        again = logits(with_weights(config, {n: t.float() for n, t in weights.items()}), ids)
+    yield f"read again: {differ(ours, again, 'our reader')}"
+    if importlib.util.find_spec("transformers") is None:
+        yield "transformers is not installed, so it did not read it"
+        return
+    theirs, tokens = by_transformers(folder, ids)
+    yield f"by transformers {version('transformers')}: {differ(ours, theirs, 'transformers')}"
+    if tokenizer is None:
+        return
+    expected = tokenizer.encode(PROBE)
+    if tokens == expected:
+        yield "its tokenizer gives the ids that the model was trained on"
+    elif tokens and [i for i in tokens if i in expected] == expected:
+        yield (
+            "its tokenizer adds special tokens to a text, which training did not: pass "
+            "add_special_tokens=False"
+        )
+    else:
+        raise RuntimeError(f"transformers reads {PROBE!r} as {tokens}, training as {expected}")
+
+
+def with_weights(config: ModelConfig, weights: dict[str, Tensor]) -> LM:
+    """A network of given weights, ready to be asked."""
+    model = LM(config).eval()
+    model.load_state_dict(weights)
+    return model
+
+
+def logits(model: LM, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
+    """Logits of a network, by plain operations."""
+    return F.linear(model.model.forward(ids), model.head_weight)
+
+
+def differ(ours: Float[Tensor, "B T V"], theirs: Float[Tensor, "B T V"], who: str) -> str:
+    """How far logits are apart, for people.
+
+    Raises:
+        RuntimeError: too far.
+    """
+    if ours.shape != theirs.shape:
+        raise RuntimeError(f"{who} gives logits of {theirs.shape}, the model of {ours.shape}")
+    apart = (ours - theirs).abs().amax(-1)[0]
+    most = float(apart.max())
+    if not most < TOLERANCE:
+        raise RuntimeError(
+            f"the exported model, read by {who}, does not compute what the trained one does: "
+            f"logits differ by {most:.2g} at position {int(apart.argmax())}; nothing was written"
+        )
+    return f"logits of all {len(apart)} positions within {most:.0e}"
+
+
+def by_transformers(
+    folder: Path, ids: Int[Tensor, "B T"]
+) -> tuple[Float[Tensor, "B T V"], list[int] | None]:
+    """Logits, and the ids of `PROBE`, by the classes that transformers chooses itself."""
+    transformers: Any = importlib.import_module("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True
+    )
+    with torch.inference_mode():
+        found = model.eval()(ids).logits
+    if not (folder / "tokenizer.json").is_file():
+        return found, None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return found, tokenizer(PROBE)["input_ids"]
+
+
+def accepted_by(config: ModelConfig, size: int, tokenizer: Tokens | None) -> list[str]:
+    """What inference servers will take, and why not where not."""
+    kind, head = architecture(config), config.head_size
+    vllm = f"vLLM: takes {kind}"
+    if head % 8 or head > 256:
+        vllm += f", but its flash attention no heads of {head} (multiples of 8 up to 256)"
+    llama = f"llama.cpp: its converter takes {kind}"
+    if tokenizer is None:
+        llama += ", but needs a tokenizer"
+    else:
+        llama += (
+            "; it knows tokenizers by a checksum of their ids and stops at one that it has not "
+            "seen: add it to get_vocab_base_pre() with the pre-tokenizer that fits (gpt-2 for one "
+            "trained by lightning prepare)"
+        )
+    narrow = [n for n in (config.d_model, config.ffn_dim) if n % 32]
+    if narrow:
+        llama += f"; rows of {narrow[0]} are no multiple of 32, so most quantised types are out"
+    elif config.d_model % 256 or config.ffn_dim % 256:
+        llama += "; K-quants need rows of multiples of 256 and will fall back to other types"
+    return [vllm, llama]

@@ -1,0 +1,159 @@
+"""Trained models, wherever they lie: checkpoints, weights alone, folders of other libraries."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lm.hf import read_folder, read_safetensors
+from lm.model import LM, ModelConfig, plain_keys
+
+# Key of a weights-only file's metadata.
+FACTS = "relight"
+# Properties that a ModelConfig derives, and the keys that set them.
+KEYS = {"kv_heads": "n_kv_heads", "head_size": "head_dim"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Weights and what belongs to them."""
+
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    """By the names of `LM`."""
+    source: Path
+    """The file or folder that they were read from."""
+    tokenizer_path: Path
+    """Where its tokenizer.json should be."""
+    tokenizer_fingerprint: str | None = None
+    """Of the tokenizer it was trained with; None is not known."""
+    has_tokenizer: bool = True
+    """False of token files without one."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What is known of its training: global_step, train_loss, val_loss, contract."""
+
+    def model(self) -> LM:
+        """The network, on the CPU in fp32."""
+        model = LM(self.config)
+        model.load_state_dict(self.weights)
+        return model
+
+
+def from_checkpoint(checkpoint: dict[str, Any], path: Path) -> Trained:
+    """What a checkpoint of fit holds of a model.
+
+    Raises:
+        ValueError: it was not made by fit.
+    """
+    if missing := {"contract", "model_config"} - checkpoint.keys():
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: it was not made by fit")
+    weights = plain_keys(checkpoint["state_dict"])
+    weights = {name.removeprefix("net."): tensor for name, tensor in weights.items()}
+    return _trained(facts(checkpoint), weights, path, path.parent.parent)
+
+
+def from_weights_file(path: Path) -> Trained:
+    """A file that `write_weights_file` wrote.
+
+    Raises:
+        ValueError: it is damaged or another library's.
+    """
+    weights, metadata = read_safetensors(path)
+    if FACTS not in metadata:
+        raise ValueError(
+            f"{path} was not written by fit: of a model in Hugging Face's form give the folder"
+        )
+    return _trained(json.loads(metadata[FACTS]), weights, path, path.parent)
+
+
+def _trained(
+    content: dict[str, Any], weights: dict[str, Tensor], path: Path, folder: Path
+) -> Trained:
+    fingerprint = content["contract"]["tokenizer fingerprint"]
+    return Trained(
+        config=ModelConfig(**content["model_config"]),
+        weights=weights,
+        source=path,
+        tokenizer_path=folder / "tokenizer.json",
+        tokenizer_fingerprint=fingerprint,
+        has_tokenizer=fingerprint is not None,
+        facts=content,
+    )
+
+
+def from_folder(folder: Path) -> Trained:
+    """A folder of Hugging Face's form.
+
+    Raises:
+        ValueError: of a file or a model that cannot be taken, or weights that do not fit it.
+    """
+    config, weights = read_folder(folder)
+    if faults := differences(weights, config):
+        raise ValueError(
+            f"{folder} does not hold what its config.json says: {'; '.join(faults)}; fetch it again"
+        )
+    return Trained(
+        config=config, weights=weights, source=folder, tokenizer_path=folder / "tokenizer.json"
+    )
+
+
+def write_weights_file(weights: dict[str, Tensor], checkpoint: dict[str, Any], path: Path) -> None:
+    """Weights by the names of `LM`, with what of a checkpoint goes along with them."""
+    save_file(weights, path, metadata={FACTS: json.dumps(facts(checkpoint))})
+
+
+def facts(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What of a checkpoint goes along with its weights alone."""
+    names = ("global_step", "train_loss", "val_loss", "model_config", "contract")
+    return {name: checkpoint[name] for name in names if name in checkpoint}
+
+
+def differences(weights: dict[str, Tensor], config: ModelConfig) -> list[str]:
+    """Names and shapes that are not those of a configuration's network, each with both shapes."""
+    with torch.device("meta"):
+        wanted = {name: tuple(t.shape) for name, t in LM(config).state_dict().items()}
+    given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    return [
+        f"{name} is {given.get(name, 'missing')} and should be {wanted.get(name, 'absent')}"
+        for name in sorted(wanted.keys() | given.keys())
+        if wanted.get(name) != given.get(name)
+    ]
+
+
+def starting_weights(trained: Trained, config: ModelConfig, grow: bool) -> dict[str, Tensor]:
+    """Weights that a new run begins with; of a grown vocabulary the first rows.
+
+    Args:
+        config: of the run.
+        grow: whether the run's vocabulary may go on after the model's.
+
+    Raises:
+        ValueError: they are of another model.
+    """
+    # What decides what the weights compute, the context aside: rotary angles have no weights.
+    names = ("d_model", "n_layers", "n_heads", "kv_heads", "head_size", "ffn_dim", "n_experts")
+    names += ("tie_embeddings", "qk_norm", "rope_theta", "norm_eps")
+    names += ("n_experts_per_token",) if config.n_experts else ()
+    faults = [
+        f"model.config.{KEYS.get(name, name)} is {getattr(config, name)} and of the weights "
+        f"{getattr(trained.config, name)}"
+        for name in names
+        if getattr(config, name) != getattr(trained.config, name)
+    ]
+    more = config.vocab_size - trained.config.vocab_size
+    if more < 0 or (more and not grow):
+        way_out = "; model.grow_vocab true adds new rows" if more > 0 else ""
+        faults.append(
+            f"model.config.vocab_size is {config.vocab_size} and of the weights "
+            f"{trained.config.vocab_size}{way_out}"
+        )
+    if faults:
+        raise ValueError(
+            f"model.from_weights {trained.source} is another model than the run's: "
+            f"{'; '.join(faults + differences(trained.weights, config))}"
+        )
+    return {name: tensor.float() for name, tensor in trained.weights.items()}

@@ -1,0 +1,100 @@
+"""Experiment trackers: the same run of theirs through kills and resumes, without a network."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Lightning, RunYaml, cut_back
+from lightning.pytorch.loggers import Logger
+
+from callbacks import trackers
+from callbacks.trackers import run_id
+
+
+def refusal(lightning: Lightning, path: Path) -> str:
+    code, _, err = lightning("fit", "--config", path)
+    assert code == 2, err
+    return err.splitlines()[-1]
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_the_way_out(
+    lightning: Lightning, run_yaml: RunYaml, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    told = refusal(lightning, run_yaml({"tracker.name": "swanlab"}))
+    assert "tracker.name is swanlab, but that package is not installed" in told
+    assert "pip install 'relight[swanlab]'" in told
+
+
+def test_an_unknown_tracker_is_refused(lightning: Lightning, run_yaml: RunYaml):
+    assert "tracker.name" in refusal(lightning, run_yaml({"tracker.name": "mlflow"}))
+
+
+def test_a_run_keeps_its_name(tmp_path: Path):
+    first = run_id(tmp_path)
+    assert first != run_id(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({"tracker_id": first}))
+    assert run_id(tmp_path) == first
+
+
+@pytest.fixture
+def wandb_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    wandb = pytest.importorskip("wandb", reason="its offline mode cannot be tried without it")
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "wandb-home"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    yield
+    wandb.teardown()
+
+
+@pytest.mark.slow
+def test_wandb_offline_goes_on_with_the_same_run(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, wandb_offline: None
+):
+    path = run_yaml({"tracker.name": "wandb", "tracker.offline": True})
+    code, _, err = lightning("fit", "--config", path)
+    assert code == 0, err
+    root = tmp_path / "run"
+    own = json.loads((root / "run.json").read_text())["tracker_id"]
+    assert torch.load(root / "checkpoints/step-00000006.ckpt")["tracker_id"] == own
+    # Others stay beside it.
+    assert (root / "metrics.csv").exists()
+    assert list((root / "tensorboard").iterdir())
+    cut_back(root, 2)
+    code, _, err = lightning("fit", "--config", path)
+    assert code == 0, err
+    folders = sorted(p.name for p in (root / "wandb").iterdir() if p.name.startswith("offline-run"))
+    assert folders
+    assert {name.rpartition("-")[2] for name in folders} == {own}
+
+
+def test_a_checkpoint_knows_the_name_where_run_json_is_lost(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    logged: list[tuple[int | None, dict[str, float]]] = []
+
+    class Fake(Logger):
+        @property
+        def name(self) -> str:
+            return "fake"
+
+        @property
+        def version(self) -> str:
+            return "abc123"
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            logged.append((step, metrics))
+
+        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+    monkeypatch.setattr("callbacks.trackers.make_logger", lambda *_: Fake())
+    code, _, err = lightning("fit", "--config", run_yaml({"tracker.name": "wandb"}))
+    assert code == 0, err
+    assert [step for step, metrics in logged if "train/loss" in metrics] == [*range(1, 7)]
+    root = tmp_path / "run"
+    (root / "run.json").unlink()
+    assert run_id(root) == "abc123"
