@@ -97,6 +97,9 @@ def report(error: Exception) -> int:
     by_user = by_user or type(error).__name__ == "MisconfigurationException"
     # What a callback knows to do about an error of PyTorch's, whose own text runs to pages.
     notes = getattr(error, "__notes__", [])
+    if type(error).__module__.partition(".")[0] in ("wandb", "swanlab"):
+        # Nobody is logged in, or no network is there.
+        notes = ["tracker.offline true keeps figures here, tracker.name null does without"]
     if os.environ.get("RELIGHT_TRACEBACK") == "1" or not (by_user or of_run or notes):
         traceback.print_exception(error)
     text = str(error).strip() or type(error).__name__
@@ -352,6 +355,7 @@ def drill(argv: list[str]) -> None:
     say = print_in_place if sys.stderr.isatty() else lambda line: None
     print(f"drill: {options.kills} kills, seed {options.seed}, in {root}", flush=True)
     arguments = [*run, *shortened(options.steps), "--trainer.log_every_n_steps=1"]
+    arguments.append("--tracker.name=null")
     if options.steps and config.model.compile == "auto":
         # As the whole run decides, where a short one would not be compiled.
         whole = run_plan(run_cli("prepare", run), ())
@@ -467,10 +471,10 @@ def cli_class(command: str, runs: bool) -> type:
     from callbacks.samples import Samples
     from callbacks.tensorboard import SeamlessTensorBoard
     from callbacks.throughput import Throughput
-    from callbacks.trackers import TrackedRun, Tracker, make_logger
-    from callbacks.trainer import is_dry_run
+    from callbacks.trackers import TrackedRun, Tracker, make_logger, run_id
+    from callbacks.trainer import announce, is_dry_run
     from callbacks.weights import Weights
-    from data.tokenizer import check_same_ids
+    from data.tokenizer import TextTokenizer, check_same_ids
     from lm.export import export as write_export
     from lm.plan import HOURS, ledger, table
     from lm.trained import starting_weights
@@ -534,34 +538,57 @@ def cli_class(command: str, runs: bool) -> type:
                     callback.export = export_weights
             settings = self._get(self.config_init, "tracker")
             if command == "fit" and settings.name is not None and not is_dry_run(trainer):
-                tracker = make_logger(settings, Path(given["default_root_dir"]))
-                trainer.loggers.append(tracker)
-                trainer.callbacks.append(TrackedRun(str(tracker.version)))
+                root = Path(given["default_root_dir"])
+                own = run_id(root)
+                trainer.loggers.append(make_logger(settings, root, own))
+                trainer.callbacks.append(TrackedRun(own))
             return trainer
 
         def fit(self, model: Any, ckpt_path: str | None = None, **kwargs: Any) -> None:
             root = Path(self.trainer.default_root_dir)
             if is_dry_run(self.trainer):
+                self.read_start(model)
                 return self.trainer.fit(model, weights_only=True, **kwargs)
             with lock(root) if self.trainer.is_global_zero else contextlib.nullcontext():
                 reach("start-up")
                 found = resolve(ckpt_path, root, starts=True)
-                if found is None and model.from_weights is not None:
-                    model.starting_weights = self.read_start(model)
+                if found is None:
+                    self.read_start(model)
                 self.trainer.fit(model, ckpt_path=found, weights_only=True, **kwargs)
 
-        def read_start(self, model: Any) -> Callable[[], Any]:
+        def read_start(self, model: Any) -> None:
             """Read the weights that a run starts from; they are compared when its data is known."""
+            if model.from_weights is None:
+                return
             trained = read_trained(Path(model.from_weights), "model.from_weights")
-            data = self.datamodule
 
             def weights() -> Any:
-                if data.tokenizer_path is not None and trained.tokenizer_path.is_file():
-                    old = tokenizer_of(trained)
-                    check_same_ids(data.tokenizer, old, trained.source, model.grow_vocab)
+                self.check_tokenizer(trained, model.grow_vocab)
                 return starting_weights(trained, model.config, model.grow_vocab)
 
-            return weights
+            model.starting_weights = weights
+
+        def check_tokenizer(self, trained: Any, grow: bool) -> None:
+            """Refuse data whose ids mean something else to the weights."""
+            data, known = self.datamodule, trained.tokenizer_fingerprint
+            new = data.tokenizer if data.tokenizer_path is not None else None
+            if new is not None and known == new.fingerprint:
+                return
+            place = trained.tokenizer_path
+            old = TextTokenizer.load(place.parent) if place.is_file() else None
+            if new is None or old is None or known not in (None, old.fingerprint):
+                if new is not None and known is not None:
+                    raise ValueError(
+                        f"the data's tokenizer ({new.fingerprint[:12]}) is not that of "
+                        f"model.from_weights {trained.source} ({known[:12]}); put that one's "
+                        f"tokenizer.json beside it, and prepare the data with it"
+                    )
+                announce(
+                    f"warning: whether the ids of the data mean the same to {trained.source} is "
+                    "not known: one of them has no tokenizer"
+                )
+            else:
+                check_same_ids(new, old, trained.source, grow)
 
         def validate(self, model: Any, ckpt_path: str | None = None, **kwargs: Any) -> None:
             if self.trainer.limit_val_batches == 0:
@@ -684,12 +711,12 @@ def evaluate(argv: list[str]) -> None:
     if options.text:
         evaluate_texts(options)
     if options.tasks:
-        from callbacks.trainer import device_type
         from lm.tasks import run_tasks
 
+        device = usable_device(options.device)
         trained = read_trained(Path(options.ckpt_path))
         tokenizer = tokenizer_of(trained, options.tokenizer)
-        names, device = options.tasks.split(","), device_type(options.device)
+        names = options.tasks.split(",")
         folder, limit = options.include_path, options.limit
         print(run_tasks(trained, tokenizer, names, folder, limit, device))
 
@@ -699,7 +726,8 @@ def evaluate_texts(options: Any) -> None:
     from lm.evaluate import bits_per_byte, loss_of_text
 
     model, tokenizer = load_trained(options.ckpt_path, options.device, options.tokenizer)
-    stride = options.stride or max(1, model.config.max_seq_len // 2)
+    half = max(1, model.config.max_seq_len // 2)
+    stride = half if options.stride is None else options.stride
     results: dict[str, list[float]] = {}
     for file in options.text:
         try:
@@ -709,15 +737,15 @@ def evaluate_texts(options: Any) -> None:
         if not text:
             raise ValueError(f"--text {file} is empty: there is nothing to foretell")
         # As a document stands in the data: after the end of another.
-        ids = [tokenizer.eos_id, *tokenizer.encode(text)]
+        ids = [tokenizer.eos_id, *tokenizer.encode_batch([text])[0]]
         one = [loss_of_text(model, ids, stride), len(ids) - 1, len(text.encode("utf-8"))]
         results[file] = one
     if len(results) > 1:
         results["all"] = [sum(column) for column in zip(*results.values(), strict=True)]
     for name, (nats, tokens, n_bytes) in results.items():
         print(
-            f"{name}: {bits_per_byte(nats, n_bytes):.4f} bits per byte, {nats / tokens:.4f} nats "
-            f"a token, {tokens:,} tokens, {n_bytes:,} bytes"
+            f"{name}: {bits_per_byte(nats, int(n_bytes)):.4f} bits per byte, {nats / tokens:.4f} "
+            f"nats a token, {tokens:,} tokens, {n_bytes:,} bytes"
         )
 
 
@@ -776,14 +804,20 @@ def piped_prompt() -> str:
 
 def load_trained(ckpt_path: str, device: str, tokenizer_path: str | None) -> tuple[Any, Any]:
     """Model and tokenizer of what a command line names."""
+    device = usable_device(device)
+    trained = read_trained(Path(ckpt_path))
+    return trained.model().to(device), tokenizer_of(trained, tokenizer_path)
+
+
+def usable_device(asked: str) -> str:
+    """Device type of a command's --device."""
     import torch
 
     from callbacks.trainer import device_type
 
-    if device == "cuda" and not torch.cuda.is_available():
+    if asked == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but this machine has none; leave it out or give cpu")
-    trained = read_trained(Path(ckpt_path))
-    return trained.model().to(device_type(device)), tokenizer_of(trained, tokenizer_path)
+    return device_type(asked)
 
 
 def read_trained(place: Path, key: str = "--ckpt_path") -> Any:

@@ -40,6 +40,11 @@ def batches(shape: Shape, tokens: Path) -> Callable[[int], Any]:
     return lambda n: windows.__getitems__(range(n * size, (n + 1) * size))["input_ids"]
 
 
+def warmup(shape: Shape) -> int:
+    """Steps of the rise, as in yardstick.py."""
+    return max(shape.all_steps // 50, 1)
+
+
 def network(shape: Shape) -> Any:
     """Our model with its first weights, which others start from too."""
     import torch
@@ -67,7 +72,7 @@ def ours(shape: Shape, tokens: Path, work: Path, *others: str) -> list[float]:
         "model.config.tie_embeddings": json.dumps(shape.tied),
         "model.compile": "true",
         "model.optim.lr": 3e-4,
-        "model.optim.warmup": 1,
+        "model.optim.warmup": warmup(shape),
         "data.path": tokens,
         "data.seq_len": shape.seq_len,
         "data.micro_batch_size": shape.micro_batch,
@@ -122,7 +127,7 @@ def bare(shape: Shape, tokens: Path, work: Path) -> list[float]:
     net.model.decode = torch.compile(net.model.decode, dynamic=False)
     optimizer = build_optimizer(net, OptimConfig(lr=3e-4), True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: warmup_cosine(step, 1, shape.all_steps, 0.1)
+        optimizer, lambda step: warmup_cosine(step, warmup(shape), shape.all_steps, 0.1)
     )
     losses = []
     for step in range(shape.all_steps):

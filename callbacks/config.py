@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 SECTIONS = (
     *("model", "data", "trainer"),
-    *("checkpoint", "throughput", "grad_norm", "health", "samples"),
+    *("checkpoint", "throughput", "grad_norm", "health", "samples", "weights", "tracker"),
 )
 
 

@@ -121,9 +121,10 @@ class RunRecord(Callback):
             announce(f"warning: {reason}")
         path = root / "run.json"
         try:
-            starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
+            before = json.loads(path.read_text(encoding="utf-8"))
+            starts, tracked = before["starts"], before.get(KEY)
         except (OSError, ValueError, KeyError, TypeError):
-            starts = []
+            starts, tracked = [], None
         device = trainer.strategy.root_device
         start = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -143,8 +144,9 @@ class RunRecord(Callback):
             "starts": [*starts, start],
         }
         for callback in cast(Any, trainer).callbacks:
-            if isinstance(callback, TrackedRun):
-                record[KEY] = callback.own
+            tracked = callback.own if isinstance(callback, TrackedRun) else tracked
+        if tracked is not None:
+            record[KEY] = tracked
         replace_text(path, json.dumps(record, indent=1) + "\n")
         # So that the folder alone is enough to sample from.
         if (tokenizer := cast(Any, trainer).datamodule.tokenizer_path) is not None:

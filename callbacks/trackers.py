@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import secrets
+import string
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from lightning.pytorch.loggers import Logger
 from callbacks.checkpoint_files import checkpoints, read_checkpoint
 
 KEY = "tracker_id"
+CHARACTERS = string.ascii_lowercase + string.digits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +43,12 @@ def run_id(root: Path) -> str:
                 known = read_checkpoint(path).get(KEY)
             except (OSError, ValueError):  # damaged; the resume says so
                 known = None
-    return known or secrets.token_hex(8)
+    # As long and as plain as both trackers take.
+    return known or "".join(secrets.choice(CHARACTERS) for _ in range(21))
 
 
-def make_logger(settings: Tracker, root: Path) -> Logger:
-    """The tracker's logger, which goes on with the run that earlier starts began.
+def make_logger(settings: Tracker, root: Path, own: str) -> Logger:
+    """The tracker's logger, which goes on with the run of that name if there is one.
 
     Raises:
         ValueError: its package is not installed.
@@ -57,7 +60,7 @@ def make_logger(settings: Tracker, root: Path) -> Logger:
             f"'relight[{settings.name}]', or leave tracker.name out"
         )
     root.mkdir(parents=True, exist_ok=True)
-    own, name = run_id(root), settings.run or root.resolve().name
+    name = settings.run or root.resolve().name
     if settings.name == "wandb":
         from lightning.pytorch.loggers import WandbLogger
 

@@ -1,7 +1,8 @@
 """Weights alone, beside the checkpoints: for use while the run goes on, and after it."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +41,16 @@ class Weights(Callback):
         self.export: Callable[[Path, Path], list[str]] | None = None
         """Writes a folder of a weights-only file; set by who knows how."""
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.export_every_n_steps is not None and self.export is None:
+            raise ValueError(
+                "weights.export_every_n_steps is set, but nothing is given that exports; it works "
+                "with lightning fit"
+            )
+        if stage == "fit" and trainer.is_global_zero and not is_dry_run(trainer):
+            for stale in Path(trainer.default_root_dir).glob(f"*{TEMPORARY}*.safetensors"):
+                stale.unlink(missing_ok=True)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -52,33 +63,38 @@ class Weights(Callback):
                     callback.pause(trainer)
             self._export(trainer, pl_module)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.save_at_end and trainer.is_global_zero and not is_dry_run(trainer):
-            try:
-                self._write(trainer, pl_module)
-            except (OSError, RuntimeError) as error:  # the checkpoint is there all the same
-                announce(f"warning: {FILE} not written: {error}")
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Not in on_train_end, which a run that was killed after its last step never comes to.
+        if not self.save_at_end or not trainer.is_global_zero or is_dry_run(trainer):
+            return
+        root = Path(trainer.default_root_dir)
+        try:
+            with self._written(trainer, pl_module) as file:
+                replace(file, root / FILE)
+        except Exception as error:  # the checkpoint is there all the same
+            announce(f"warning: {root / FILE} not written: {error}")
 
-    def _write(self, trainer: Trainer, pl_module: LightningModule) -> Path:
-        path = Path(trainer.default_root_dir, FILE)
-        temporary = path.with_name(f"{FILE}{TEMPORARY}{os.getpid()}")
+    @contextmanager
+    def _written(self, trainer: Trainer, pl_module: LightningModule) -> Iterator[Path]:
+        """The weights in a file that is gone afterwards, unless it was moved."""
+        root = Path(trainer.default_root_dir)
+        file = root / f"weights{TEMPORARY}{os.getpid()}.safetensors"
         content = {"global_step": trainer.global_step, "contract": contract(trainer)}
         try:
-            cast(Any, pl_module).write_weights(temporary, content)
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            replace(temporary, path)
+            cast(Any, pl_module).write_weights(file, content)
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+            yield file
         finally:
-            temporary.unlink(missing_ok=True)
-        return path
+            file.unlink(missing_ok=True)
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
         folder = Path(trainer.default_root_dir, EXPORTS, f"step-{trainer.global_step:08d}")
         state = torch.random.get_rng_state()
         try:
-            assert self.export is not None
-            lines = self.export(self._write(trainer, pl_module), folder)
-        except (OSError, RuntimeError, ValueError) as error:  # training goes on
+            with self._written(trainer, pl_module) as file:
+                lines = cast(Any, self.export)(file, folder)
+        except Exception as error:  # training goes on
             announce(f"warning: {folder} not written: {error}")
         else:
             announce(f"exported {lines[0]}")

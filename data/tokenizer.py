@@ -242,7 +242,7 @@ def check_same_ids(new: TextTokenizer, old: TextTokenizer, source: Path, grow: b
             f"the data's tokenizer ({new.fingerprint[:12]}) is not that of model.from_weights "
             f"{source} ({old.fingerprint[:12]}): id {first} is {ours.get(first)!r} in the data "
             f"and {theirs[first]!r} there; prepare the data with lightning prepare --tokenizer "
-            f"{source}"
+            f"{old.source}"
         )
     if more and not grow:
         raise ValueError(

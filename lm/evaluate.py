@@ -46,6 +46,6 @@ def loss_of_text(model: LM, ids: Sequence[int], stride: int) -> float:
     return total
 
 
-def bits_per_byte(nats: float, n_bytes: float) -> float:
+def bits_per_byte(nats: float, n_bytes: int) -> float:
     """Bits a byte of a loss in nats."""
     return nats / math.log(2) / n_bytes

@@ -21,7 +21,9 @@ from lm.model import LM, ModelConfig
 from lm.trained import Trained
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TOLERANCE = 1e-4  # of logits in fp32
+TOLERANCE = 1e-4  # of logits in fp32, as a share of the largest where that is above 1
+# Share of positions at which experts may be others, for their probabilities are as good as equal.
+TIES = 0.01
 MOST_POSITIONS = 1024  # that logits are compared at
 PROBE = "def main(argument):\n    return 'été 漢字 🙂'  # 1 + 1\n"
 
@@ -89,7 +91,7 @@ def export(
             f"{', '.join(too_large)} of {trained.source} do not fit into {dtype}: give --dtype bf16"
         )
     needed = sum(tensor.nbytes for tensor in weights.values())
-    with whole_folder(output, needed) as folder:
+    with whole_folder(output, needed, overwrite) as folder:
         write_weights(weights, folder, shard_bytes)
         write_json(folder / "config.json", content)
         write_json(folder / "generation_config.json", {f"{n}_token_id": i for n, i in ids.items()})
@@ -128,7 +130,7 @@ def check_place(output: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def whole_folder(output: Path, needed: int) -> Iterator[Path]:
+def whole_folder(output: Path, needed: int, overwrite: bool) -> Iterator[Path]:
     """A folder to fill, which appears under its name when the block ends well and else is gone."""
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -137,24 +139,50 @@ def whole_folder(output: Path, needed: int) -> Iterator[Path]:
         raise OSError(
             f"No space left for {output}: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free"
         )
-    folder = output.with_name(f".{output.name}.tmp-{os.getpid()}")
-    old = output.with_name(f".{output.name}.old-{os.getpid()}")
-    folder.mkdir()
+    for stale in output.parent.glob(f".{output.name}.tmp-*"):
+        if not runs(int(stale.name.rpartition("-")[2])):
+            shutil.rmtree(stale, ignore_errors=True)
+    place = output.with_name(f".{output.name}.tmp-{os.getpid()}")
+    folder, old = place / "new", place / "old"
+    folder.mkdir(parents=True)
     try:
         yield folder
-        for path in folder.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+        for path in (*folder.iterdir(), folder):
+            sync(path)
+        check_place(output, overwrite)
         if output.exists():
             output.rename(old)
         try:
             folder.rename(output)
         except OSError:
-            old.rename(output)
+            if old.exists():
+                old.rename(output)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        sync(output.parent)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def runs(process: int) -> bool:
+    """Whether a process other than this one is there."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def sync(path: Path) -> None:
+    """Have a file or the names in a folder on disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -229,12 +257,13 @@ def compared(
         ours = logits(with_weights(trained.config, rounded), ids)[..., :size]
         config, weights = read_folder(folder)
         again = logits(with_weights(config, {n: t.float() for n, t in weights.items()}), ids)
-    yield f"read again: {differ(ours, again, 'our reader')}"
-    if importlib.util.find_spec("transformers") is None:
-        yield "transformers is not installed, so it did not read it"
+    ties = 0.0 if config.n_experts is None else TIES
+    yield f"read again: {differ(ours, again, 'our reader', ties)}"
+    if importlib.util.find_spec("transformers") is None or older(version("transformers")):
+        yield "transformers, from release 5 on, is not installed: it did not read it"
         return
     theirs, tokens = by_transformers(folder, ids)
-    yield f"by transformers {version('transformers')}: {differ(ours, theirs, 'transformers')}"
+    yield f"by transformers {version('transformers')}: {differ(ours, theirs, 'transformers', ties)}"
     if tokenizer is None:
         return
     expected = tokenizer.encode(PROBE)
@@ -261,8 +290,18 @@ def logits(model: LM, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
     return F.linear(model.model.forward(ids), model.head_weight)
 
 
-def differ(ours: Float[Tensor, "B T V"], theirs: Float[Tensor, "B T V"], who: str) -> str:
+def older(release: str) -> bool:
+    """Whether a release of transformers is one that names the type of weights otherwise."""
+    return int(release.partition(".")[0]) < 5
+
+
+def differ(
+    ours: Float[Tensor, "B T V"], theirs: Float[Tensor, "B T V"], who: str, ties: float
+) -> str:
     """How far logits are apart, for people.
+
+    Args:
+        ties: share of positions at which they may be.
 
     Raises:
         RuntimeError: too far.
@@ -270,12 +309,16 @@ def differ(ours: Float[Tensor, "B T V"], theirs: Float[Tensor, "B T V"], who: st
     if ours.shape != theirs.shape:
         raise RuntimeError(f"{who} gives logits of {theirs.shape}, the model of {ours.shape}")
     apart = (ours - theirs).abs().amax(-1)[0]
+    limit = TOLERANCE * max(1.0, float(ours.abs().max()))
+    far = int((~(apart < limit)).sum())
     most = float(apart.max())
-    if not most < TOLERANCE:
+    if far > ties * len(apart):
         raise RuntimeError(
             f"the exported model, read by {who}, does not compute what the trained one does: "
             f"logits differ by {most:.2g} at position {int(apart.argmax())}; nothing was written"
         )
+    if far:
+        return f"logits of {len(apart) - far} of {len(apart)} positions within {limit:.0e}"
     return f"logits of all {len(apart)} positions within {most:.0e}"
 
 

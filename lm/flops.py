@@ -72,6 +72,10 @@ def activation_bytes(
     inputs = layers * width * size * (5 if mixed else 2)
     # Rotated queries and keys, values, output, and a log-sum in fp32.
     attention = layers * (size * 2 * (queries + kv) + 4 * config.n_heads)
+    if config.qk_norm:
+        # Queries and keys in fp32, normed, and one scale a head in fp32.
+        heads = config.n_heads + config.kv_heads
+        attention += layers * ((4 + size) * (queries + kv) + 4 * heads)
     # Gate, up, the gate's SiLU, and the product.
     mlp = layers * size * 4 * config.ffn_dim
     if config.n_experts is not None:

@@ -64,7 +64,8 @@ def generate(
         was_training = model.training
         model.eval()
         try:
-            cache = KVCache(model.config, 1, model.head_weight) if use_cache else None
+            size = len(prompt) + max_new_tokens
+            cache = KVCache(model.config, 1, model.head_weight, size) if use_cache else None
             for _ in range(max_new_tokens):
                 logits = next_logits(model, ids, cache)[:n_tokens]
                 token = pick(logits, temperature, top_k, top_p, generator)

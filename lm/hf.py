@@ -116,7 +116,7 @@ def from_hf_config(content: dict[str, Any], source: Path) -> ModelConfig:
     Raises:
         ValueError: it is of a model that ours cannot be, named with what can.
     """
-    [kind] = content.get("architectures") or ["no architecture"]
+    kind = ", ".join(content.get("architectures") or ["no architecture"])
     if kind not in MODEL_TYPES:
         raise ValueError(
             f"{source} is of {kind}, which is not supported: {', '.join(MODEL_TYPES)} are"
@@ -131,7 +131,7 @@ def from_hf_config(content: dict[str, Any], source: Path) -> ModelConfig:
     if (rope_type := rope.get("rope_type", rope.get("type", "default"))) != "default":
         faults.append(f"rope_type is {rope_type}")
     window = content.get("sliding_window") if kind == "MixtralForCausalLM" else None
-    if window and window < content["max_position_embeddings"]:
+    if window and window < content.get("max_position_embeddings", 0):
         faults.append(f"sliding_window is {window}")
     if kind == "Qwen3MoeForCausalLM" and not content.get("norm_topk_prob", False):
         faults.append("norm_topk_prob is false")
@@ -234,15 +234,27 @@ def write_weights(weights: dict[str, Tensor], folder: Path, most_bytes: float) -
     # Views of one storage, as parts of a stack are, are refused.
     parts = [{name: tensor.contiguous().clone() for name, tensor in p.items()} for p in parts]
     if len(parts) == 1:
-        return save_file(parts[0], folder / WEIGHTS, metadata={"format": "pt"})
+        return save_tensors(parts[0], folder / WEIGHTS, {"format": "pt"})
     where = {}
     for number, part in enumerate(parts, 1):
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        save_file(part, folder / file, metadata={"format": "pt"})
+        save_tensors(part, folder / file, {"format": "pt"})
         where |= dict.fromkeys(part, file)
     total = sum(tensor.nbytes for tensor in weights.values())
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}") from error
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -285,7 +297,7 @@ def read_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """
     config = from_hf_config(read_json(folder / "config.json"), folder / "config.json")
     if (folder / INDEX).is_file():
-        files = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        files = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
     elif (folder / WEIGHTS).is_file():
         files = [WEIGHTS]
     else:

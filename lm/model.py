@@ -41,8 +41,8 @@ class ModelConfig:
     ffn_dim: int = 688
     """Width of the SwiGLU feed-forward layer, or of each expert."""
     n_experts: int | None = None
-    """Feed-forward layers of a block, of which a router picks some for each position. Unset: one
-    for all."""
+    """Feed-forward layers of a block, of which a router picks some for each position, padding
+    too. Unset: one for all."""
     n_experts_per_token: int = 2
     """How many of them a position goes through."""
     aux_loss_coef: float = 0.01
@@ -125,11 +125,14 @@ class ModelConfig:
 class KVCache:
     """Keys and values of the positions seen so far, for all layers.
 
-    Shapes: `keys`, `values` (L, B, K, max_seq_len, H); `length` positions are filled.
+    Shapes: `keys`, `values` (L, B, K, positions, H); `length` positions are filled.
     """
 
-    def __init__(self, config: ModelConfig, batch_size: int, like: Tensor) -> None:
-        shape = (config.n_layers, batch_size, config.kv_heads, config.max_seq_len, config.head_size)
+    def __init__(
+        self, config: ModelConfig, batch_size: int, like: Tensor, positions: int | None = None
+    ) -> None:
+        size = min(positions or config.max_seq_len, config.max_seq_len)
+        shape = (config.n_layers, batch_size, config.kv_heads, size, config.head_size)
         self.keys = like.new_zeros(shape)
         self.values = like.new_zeros(shape)
         self.length = 0

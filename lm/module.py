@@ -73,7 +73,8 @@ class LMModule(LightningModule):
     """Causal language model that learns by next-token cross-entropy.
 
     Loss and gradient are means over the real targets of a whole optimizer step, however it was
-    cut into ranks, micro-batches and padding.
+    cut into ranks, micro-batches and padding. The balance loss of experts alone is not: it is that
+    of each micro-batch, weighted by its targets.
     """
 
     net: LM
@@ -192,6 +193,7 @@ class LMModule(LightningModule):
             self.net = LM(self.config)
         if self.starting_weights is not None:
             self._begin_with(self.starting_weights())
+            self.starting_weights = None  # it holds them all
         if self.compiled:
             # A method and no module, so that no key of the state dict carries a prefix.
             trunk = self.net.model
@@ -206,6 +208,8 @@ class LMModule(LightningModule):
         fast = torch.compile(function, dynamic=False)
         if self.compile_setting is True:
             return fast
+        # With the forward pass, where a failure can still be answered.
+        torch._functorch.config.force_non_lazy_backward_lowering = True  # pyright: ignore
 
         def call(*args: Any) -> Any:
             if not self.compiled:
@@ -214,7 +218,7 @@ class LMModule(LightningModule):
                 return fast(*args)
             except TorchDynamoException as error:
                 self.compiled = False
-                why = str(error).strip().splitlines()[0]
+                why = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 print(f"compile: failed, so the run is not compiled: {why}", file=sys.stderr)
                 return function(*args)
 

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from lm.hf import read_folder, read_safetensors
+from lm.hf import read_folder, read_safetensors, save_tensors
 from lm.model import LM, ModelConfig, plain_keys
 
 # Key of a weights-only file's metadata.
@@ -103,7 +102,7 @@ def from_folder(folder: Path) -> Trained:
 
 def write_weights_file(weights: dict[str, Tensor], checkpoint: dict[str, Any], path: Path) -> None:
     """Weights by the names of `LM`, with what of a checkpoint goes along with them."""
-    save_file(weights, path, metadata={FACTS: json.dumps(facts(checkpoint))})
+    save_tensors(weights, path, {FACTS: json.dumps(facts(checkpoint))})
 
 
 def facts(checkpoint: dict[str, Any]) -> dict[str, Any]:

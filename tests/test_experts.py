@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from conftest import Lightning, RunYaml, cut_back
 from torch import Tensor
 
-from lm.experts import Experts, balance_loss, expert_figures
+from lm.experts import Experts, arrange, balance_loss, expert_figures
 from lm.flops import active_parameters, flops_per_token, parameters
 from lm.model import LM, ModelConfig
 
@@ -45,17 +45,23 @@ def one_by_one(experts: Experts, x: Tensor) -> Tensor:
     return result
 
 
+# A few rows, and so many that each expert's are filled up.
+@pytest.mark.parametrize("shape", [(3, 5), (8, 70)])
 @pytest.mark.parametrize(("n_experts", "per_token"), [(4, 2), (4, 1), (4, 4), (1, 1), (7, 3)])
-def test_grouped_products_are_each_expert_on_its_own_positions(n_experts: int, per_token: int):
+def test_grouped_products_are_each_expert_on_its_own_positions(
+    n_experts: int, per_token: int, shape: tuple[int, int]
+):
     experts = layer(n_experts, per_token)
-    x = torch.randn(3, 5, 16, requires_grad=True)
+    x = torch.randn(*shape, 16, requires_grad=True)
     made, _ = experts(x)
     expected = one_by_one(experts, x)
     torch.testing.assert_close(made, expected)
     outward = torch.randn_like(made)
     wanted = [x, *experts.parameters()]
     got = torch.autograd.grad(made, wanted, outward)
-    torch.testing.assert_close(got, torch.autograd.grad(expected, wanted, outward))
+    # Sums over hundreds of rows in another order.
+    near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4} if len(x) > 3 else {}
+    torch.testing.assert_close(got, torch.autograd.grad(expected, wanted, outward), **near)
 
 
 def test_no_position_is_dropped_when_all_choose_one_expert():
@@ -63,7 +69,7 @@ def test_no_position_is_dropped_when_all_choose_one_expert():
     with torch.no_grad():
         experts.gate.weight.zero_()
         experts.gate.weight[2] = 10.0
-    x = torch.rand(2, 8, 16)
+    x = torch.rand(2, 200, 16)
     made, routing = experts(x)
     torch.testing.assert_close(made, one_by_one(experts, x))
     assert routing[0].tolist() == [0, 0, 1, 0]
@@ -94,18 +100,38 @@ def test_balance_loss_pulls_the_router_towards_evenness():
     assert losses[-1] < 1.02 < losses[0]
 
 
-def test_weights_of_a_step_do_not_depend_on_the_number_of_threads():
+def test_gradients_repeat_bit_for_bit_on_two_threads():
+    torch.manual_seed(0)
     model = LM(ModelConfig(vocab_size=64, d_model=32, n_layers=2, ffn_dim=48, n_experts=4))
     ids = torch.randint(64, (4, 64))
     found = []
-    for threads in (1, 2, 2):
-        torch.set_num_threads(threads)
-        model.zero_grad()
-        model(ids).square().sum().backward()
-        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    torch.set_num_threads(1)
-    assert all(torch.equal(a, b) for a, b in zip(found[1], found[2], strict=True))
+    try:
+        torch.set_num_threads(2)
+        for _ in range(3):
+            model.zero_grad()
+            model(ids).square().sum().backward()
+            found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    finally:
+        torch.set_num_threads(1)
     assert len(found[0]) == len(list(model.parameters()))
+    for again in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
+
+
+@pytest.mark.parametrize("chosen", [[], [3] * 300, [0, 1, 2, 3] * 100, [1, 1, 3] * 150])
+def test_every_choice_lies_once_among_those_of_its_expert(chosen: list[int]):
+    choices = torch.tensor(chosen, dtype=torch.int64)
+    places, rows_at, ends, counts = arrange(choices, 4)
+    assert counts.tolist() == [chosen.count(i) for i in range(4)]
+    assert ends[-1] == len(rows_at)
+    begins = torch.cat((ends.new_zeros(1), ends[:-1]))
+    for number, place in enumerate(places.tolist()):
+        assert rows_at[place] == number
+        assert begins[chosen[number]] <= place < ends[chosen[number]]
+    assert int((rows_at >= 0).sum()) == len(chosen)
+    # Whole multiples, so that kernels meet few numbers of rows; a few rows are left as they are.
+    assert not any(end % 64 for end in ends.tolist()) or len(chosen) < 256
+    assert len(rows_at) < len(chosen) + 5 * 64
 
 
 def test_active_parameters_and_flops_count_the_chosen_experts_alone():
@@ -176,29 +202,3 @@ def test_a_resumed_run_of_experts_ends_with_the_same_bits(
     assert "resuming from" in err
     again = torch.load(tmp_path / "run/checkpoints/step-00000006.ckpt")["state_dict"]
     assert all(torch.equal(whole[name], again[name]) for name in whole)
-
-
-def test_the_balance_loss_weighs_targets_and_not_micro_batches(
-    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
-):
-    """One batch of four rows and two micro-batches of two give the same first update."""
-    ends = []
-    for micro, accumulate in ((4, 1), (2, 2)):
-        root = str(tmp_path / f"run{micro}")
-        path = run_yaml(
-            MOE
-            | {
-                "data.micro_batch_size": micro,
-                "trainer.accumulate_grad_batches": accumulate,
-                "trainer.default_root_dir": root,
-                "trainer.max_steps": 1,
-                "trainer.limit_val_batches": 0,
-                # The loss of each batch is a product of means over it: no sum of parts.
-                "model.config.aux_loss_coef": 0.0,
-            }
-        )
-        assert lightning("fit", "--config", path)[0] == 0
-        ends.append(torch.load(Path(root) / "checkpoints/step-00000001.ckpt")["state_dict"])
-    assert ends[0].keys() == ends[1].keys()
-    for name, tensor in ends[0].items():
-        torch.testing.assert_close(tensor, ends[1][name], rtol=1e-4, atol=1e-6)

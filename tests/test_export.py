@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import Lightning, RunYaml
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from data.tokenizer import TextTokenizer
 from lm import export as exporting
@@ -157,6 +158,32 @@ def test_weights_that_are_not_finite_are_named(
     told = refusal(lightning, "export", "--ckpt_path", path, "--output", tmp_path / "out")
     assert "weights that are not finite (model.norm.weight)" in told
     assert not (tmp_path / "out").exists()
+
+
+def test_a_difference_is_judged_by_the_size_of_logits_and_ties_by_their_number():
+    ours = torch.zeros(1, 200, 5)
+    ours[..., 0] = 20.0
+    near, far = ours + 1e-3, ours.clone()
+    assert exporting.differ(ours, near, "x", 0.0) == "logits of all 200 positions within 1e-03"
+    far[0, 7] += 0.5
+    with pytest.raises(RuntimeError, match=r"logits differ by 0\.5 at position 7; nothing was"):
+        exporting.differ(ours, far, "x", 0.0)
+    told = exporting.differ(ours, far, "x", 0.01)
+    assert told == "logits of 199 of 200 positions within 2e-03"
+    far[0, 8:11] += 0.5
+    with pytest.raises(RuntimeError, match="does not compute what the trained one does"):
+        exporting.differ(ours, far, "x", 0.01)
+    with pytest.raises(RuntimeError, match="logits differ by nan"):
+        exporting.differ(ours, ours * float("nan"), "x", 0.0)
+
+
+def test_what_a_killed_export_left_is_swept(lightning: Lightning, run_folder: Path, tmp_path: Path):
+    # Processes count from 1, and this one has not that number.
+    stale = tmp_path / ".out.tmp-999999999"
+    stale.mkdir()
+    code, _, err = lightning("export", "--ckpt_path", run_folder, "--output", tmp_path / "out")
+    assert code == 0, err
+    assert not list(tmp_path.glob(".out*"))
 
 
 def test_what_does_not_fit_into_fp16_is_named(
@@ -325,6 +352,38 @@ def test_other_tokens_are_refused(
     assert f"prepare the data with lightning prepare --tokenizer {exported}" in told
 
 
+def test_weights_whose_tokenizer_is_not_beside_are_compared_by_fingerprint(
+    lightning: Lightning, run_yaml: RunYaml, run_folder: Path, tmp_path: Path
+):
+    moved = tmp_path / "moved.safetensors"
+    moved.write_bytes((run_folder / "weights.safetensors").read_bytes())
+    more = {
+        "model.from_weights": str(moved),
+        "trainer.default_root_dir": str(tmp_path / "more"),
+        "trainer.max_steps": 1,
+        **NO_VALIDATION,
+    }
+    assert lightning("fit", "--config", run_yaml(more))[0] == 0
+    trained = load_file(moved)
+    with safe_open(moved, "pt") as file:
+        facts = json.loads(file.metadata()["relight"])
+    facts["contract"]["tokenizer fingerprint"] = "0" * 64
+    save_file(trained, moved, metadata={"relight": json.dumps(facts)})
+    more["trainer.default_root_dir"] = str(tmp_path / "other")
+    told = refusal(lightning, "fit", "--config", run_yaml(more))
+    assert "is not that of model.from_weights" in told
+    assert "put that one's tokenizer.json beside it" in told
+
+
+def test_a_dry_run_reads_them_too(lightning: Lightning, run_yaml: RunYaml):
+    told = refusal(
+        lightning,
+        *("fit", "--config", run_yaml({"model.from_weights": "nowhere"})),
+        *("--trainer.fast_dev_run", "1"),
+    )
+    assert "model.from_weights nowhere does not exist" in told
+
+
 def test_weights_that_are_not_there_are_named(
     lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
 ):
@@ -341,6 +400,29 @@ def test_weights_alone_are_left_at_the_end(run_folder: Path):
     assert stored.keys() == trained.keys()
     assert all(torch.equal(stored[name], trained[name]) for name in stored)
     assert not list(run_folder.glob("*.tmp-*"))
+
+
+def test_a_run_killed_after_its_last_checkpoint_leaves_them_at_its_next_start(
+    lightning: Lightning, run_yaml: RunYaml, run_folder: Path
+):
+    (run_folder / "weights.safetensors").unlink()
+    (run_folder / "weights.tmp-7.safetensors").touch()
+    assert lightning("fit", "--config", run_yaml())[0] == 0
+    assert (run_folder / "weights.safetensors").exists()
+    assert not list(run_folder.glob("*.tmp-*"))
+
+
+def test_a_disk_that_refuses_them_costs_a_line(
+    lightning: Lightning, run_yaml: RunYaml, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("No space left")
+
+    monkeypatch.setattr("lm.module.write_weights_file", refuse)
+    code, _, err = lightning("fit", "--config", run_yaml({"weights.export_every_n_steps": 3}))
+    assert code == 0, err
+    assert err.count("not written: No space left") == 3
+    assert (tmp_path / "run/checkpoints/step-00000006.ckpt").exists()
 
 
 def test_a_folder_is_exported_every_so_many_steps_and_training_does_not_notice(

@@ -134,6 +134,19 @@ def test_checkpointed_activations_are_the_most_a_step_holds(mixed: bool, vocab_s
     assert estimate < 0.5 * sum(activation_bytes(plain, 4, 256, mixed=mixed).values())
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    ("more", "near"), [({"n_experts": 4}, 0.15), ({"qk_norm": True}, 0.01)], ids=str
+)
+def test_activations_of_experts_and_normed_heads_are_near(
+    mixed: bool, more: dict[str, Any], near: float
+):
+    sizes: dict[str, Any] = {"d_model": 96, "n_layers": 4, "n_heads": 4, "ffn_dim": 128}
+    config = ModelConfig(vocab_size=500, max_seq_len=256, **sizes, **more)
+    estimate = sum(activation_bytes(config, 4, 256, mixed=mixed).values())
+    assert estimate == pytest.approx(most_bytes(LM(config), 4, 256, mixed), rel=near)
+
+
 def test_shapes_have_more_and_fewer_rows_than_a_chunk():
     assert {batch * length > CHUNK_ROWS for _, batch, length in SHAPES} == {False, True}
 

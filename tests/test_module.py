@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,11 +18,13 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch._dynamo.exc import TorchDynamoException
 from torch.utils.data import DataLoader, default_convert
 
 from callbacks.checkpoint_files import read_checkpoint
 from callbacks.trainer import Trainer
 from data.memmap import content_fingerprint
+from lm.experts import balance_loss
 from lm.generate import generate
 from lm.loss import softmax_step
 from lm.model import LM, ModelConfig
@@ -210,6 +213,43 @@ def test_rates_are_a_function_of_updates_alone(fit, accumulate: int):
     assert rates[:6] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01, 0.01])
     assert rates[5:] == sorted(rates[5:], reverse=True)
     assert rates[-1] >= 0.001
+
+
+def test_the_balance_loss_is_weighted_by_the_targets_of_its_micro_batch(fit):
+    config = replace(CONFIG, d_model=24, ffn_dim=16, n_experts=4, aux_loss_coef=0.5)
+    batches = [rows(3, 5), rows(1, 0, seed=1)]
+    own = LMModule(config=config, optim=OPTIM, compile=False, seed=5)
+    own.configure_model()
+    whole = torch.zeros(())
+    for batch in batches:
+        total, targets, routing = own.loss(batch)
+        assert routing is not None
+        whole = whole + total + 0.5 * balance_loss(routing) * (targets != -100).sum()
+    (whole / 9).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in own.parameters() if p.grad is not None])
+    module = LMModule(config=config, optim=OPTIM, compile=False, seed=5)
+    _, [figures] = fit(batches, accumulate=2, module=module)
+    assert figures["optim/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    # It is large enough to tell: without it the norm is another.
+    plain = LMModule(config=replace(config, aux_loss_coef=0.0), optim=OPTIM, compile=False, seed=5)
+    _, [without] = fit(batches, accumulate=2, module=plain)
+    assert without["optim/grad_norm"] != pytest.approx(norm.item(), rel=1e-3)
+
+
+def test_auto_answers_a_failing_compiler_with_one_line_and_plain_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise TorchDynamoException("")
+
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: refuse)
+    module = LMModule(config=CONFIG, optim=OPTIM)
+    module.compiled = True
+    double = module._compile(lambda x: 2 * x)
+    assert [double(2), double(3)] == [4, 6]
+    assert not module.compiled
+    told = "compile: failed, so the run is not compiled: TorchDynamoException"
+    assert capsys.readouterr().err.splitlines() == [told]
 
 
 # Gradients that are not finite
