@@ -4,7 +4,7 @@ from typing import Any, Protocol, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from callbacks.throughput import Throughput
+from callbacks.throughput import pause_clock
 from callbacks.trainer import at_step_edge
 
 
@@ -66,9 +66,7 @@ class Samples(Callback):
         due = at_step_edge(trainer, batch_idx) and trainer.global_step % self.every_n_steps == 0
         if not (due and self.prompts and trainer.is_global_zero):
             return
-        for callback in cast(Any, trainer).callbacks:
-            if isinstance(callback, Throughput):
-                callback.pause(trainer)
+        pause_clock(trainer)
         for prompt, text in self.write(trainer, pl_module).items():
             for logger in trainer.loggers:
                 if hasattr(logger, "show_text"):

@@ -177,3 +177,10 @@ def memory(device: torch.device) -> dict[str, float]:
         }
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"memory/peak_gib": peak / 2 ** (30 if sys.platform == "darwin" else 20)}
+
+
+def pause_clock(trainer: Trainer) -> None:
+    """Count what follows, up to the next step, as no training time."""
+    for callback in cast(Any, trainer).callbacks:
+        if isinstance(callback, Throughput):
+            callback.pause(trainer)

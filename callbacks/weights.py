@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from callbacks.checkpoint_files import TEMPORARY, replace
 from callbacks.run_folder import contract
-from callbacks.throughput import Throughput
+from callbacks.throughput import pause_clock
 from callbacks.trainer import announce, at_step_edge, is_dry_run
 
 FILE = "weights.safetensors"
@@ -58,9 +58,7 @@ class Weights(Callback):
         if every is None or not at_step_edge(trainer, batch_idx) or is_dry_run(trainer):
             return
         if trainer.global_step % every == 0 and trainer.is_global_zero:
-            for callback in cast(Any, trainer).callbacks:
-                if isinstance(callback, Throughput):
-                    callback.pause(trainer)
+            pause_clock(trainer)
             self._export(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -39,7 +39,7 @@ def loss_of_text(model: LM, ids: Sequence[int], stride: int) -> float:
     model.eval()
     device, total = model.head_weight.device, 0.0
     for inputs, targets in windows(ids, length, stride):
-        hidden = model.model.forward(inputs.to(device).unsqueeze(0))
+        hidden = model.model(inputs.to(device).unsqueeze(0))
         total += float(
             cross_entropy_sum(hidden, model.head_weight, targets.to(device).unsqueeze(0))
         )

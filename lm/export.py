@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lm.hf import architecture, read_folder, to_hf_config, to_hf_weights, write_weights
-from lm.model import LM, ModelConfig
-from lm.trained import Trained
+from lm.model import ModelConfig
+from lm.trained import Trained, network
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = 1e-4  # of logits in fp32, as a share of the largest where that is above 1
@@ -254,9 +253,9 @@ def compared(
     length = min(trained.config.max_seq_len, MOST_POSITIONS)
     ids = torch.randint(size, (1, length), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        ours = logits(with_weights(trained.config, rounded), ids)[..., :size]
+        ours = network(trained.config, rounded).eval()(ids)[..., :size]
         config, weights = read_folder(folder)
-        again = logits(with_weights(config, {n: t.float() for n, t in weights.items()}), ids)
+        again = network(config, weights).eval()(ids)
     ties = 0.0 if config.n_experts is None else TIES
     yield f"read again: {differ(ours, again, 'our reader', ties)}"
     if importlib.util.find_spec("transformers") is None or older(version("transformers")):
@@ -276,18 +275,6 @@ def compared(
         )
     else:
         raise RuntimeError(f"transformers reads {PROBE!r} as {tokens}, training as {expected}")
-
-
-def with_weights(config: ModelConfig, weights: dict[str, Tensor]) -> LM:
-    """A network of given weights, ready to be asked."""
-    model = LM(config).eval()
-    model.load_state_dict(weights)
-    return model
-
-
-def logits(model: LM, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
-    """Logits of a network, by plain operations."""
-    return F.linear(model.model.forward(ids), model.head_weight)
 
 
 def older(release: str) -> bool:

@@ -231,18 +231,17 @@ def shards(weights: dict[str, Tensor], most_bytes: float) -> Iterator[dict[str, 
 def write_weights(weights: dict[str, Tensor], folder: Path, most_bytes: float) -> None:
     """`model.safetensors`, or shards and their index where that would be larger than it may."""
     parts = list(shards(weights, most_bytes))
-    # Views of one storage, as parts of a stack are, are refused.
-    parts = [{name: tensor.contiguous().clone() for name, tensor in p.items()} for p in parts]
-    if len(parts) == 1:
-        return save_tensors(parts[0], folder / WEIGHTS, {"format": "pt"})
-    where = {}
+    where: dict[str, str] = {}
     for number, part in enumerate(parts, 1):
-        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        save_tensors(part, folder / file, {"format": "pt"})
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else WEIGHTS
+        # Views of one storage, as parts of a stack are, are refused.
+        whole = {n: t.clone(memory_format=torch.contiguous_format) for n, t in part.items()}
+        save_tensors(whole, folder / file, {"format": "pt"})
         where |= dict.fromkeys(part, file)
-    total = sum(tensor.nbytes for tensor in weights.values())
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    if len(parts) > 1:
+        total = sum(tensor.nbytes for tensor in weights.values())
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:

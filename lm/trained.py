@@ -37,9 +37,14 @@ class Trained:
 
     def model(self) -> LM:
         """The network, on the CPU in fp32."""
-        model = LM(self.config)
-        model.load_state_dict(self.weights)
-        return model
+        return network(self.config, self.weights)
+
+
+def network(config: ModelConfig, weights: dict[str, Tensor]) -> LM:
+    """A network of given weights, on the CPU in fp32."""
+    model = LM(config)
+    model.load_state_dict(weights)
+    return model
 
 
 def from_checkpoint(checkpoint: dict[str, Any], path: Path) -> Trained:

@@ -9,7 +9,6 @@ import torch
 from conftest import Lightning, RunYaml
 
 from lm.evaluate import bits_per_byte, loss_of_text, windows
-from lm.export import logits
 from lm.loss import IGNORE_INDEX
 from lm.model import LM, ModelConfig
 
@@ -39,7 +38,7 @@ def test_loss_of_a_short_text_is_that_of_its_logits():
     model = LM(SMALL).eval()
     ids = [0, 3, 1, 4, 1, 5]
     expected = torch.nn.functional.cross_entropy(
-        logits(model, torch.tensor([ids[:-1]]))[0], torch.tensor(ids[1:]), reduction="sum"
+        model(torch.tensor([ids[:-1]]))[0], torch.tensor(ids[1:]), reduction="sum"
     )
     assert loss_of_text(model, ids, 4) == pytest.approx(float(expected), rel=1e-6)
 
@@ -52,7 +51,7 @@ def test_loss_of_a_long_text_with_stride_one_has_the_whole_context():
     expected = 0.0
     for i in range(1, 30):
         context = ids[max(0, i - 8) : i]
-        found = logits(model, torch.tensor([context]))[0, -1].log_softmax(-1)
+        found = model(torch.tensor([context]))[0, -1].log_softmax(-1)
         expected -= float(found[ids[i]])
     assert loss_of_text(model, ids, 1) == pytest.approx(expected, rel=1e-5)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lm.export import logits
 from lm.generate import generate
 from lm.hf import from_hf_config, read_folder, to_hf_config, to_hf_weights, write_weights
 from lm.model import LM, ModelConfig
@@ -73,7 +72,7 @@ def test_transformers_computes_our_logits_at_every_position(kind: str, tmp_path:
     write(model, tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = torch.randint(96, (2, 32), generator=torch.Generator().manual_seed(0))
-    assert (theirs(ids).logits - logits(model, ids)).abs().max() < 1e-4
+    assert (theirs(ids).logits - model(ids)).abs().max() < 1e-4
     assert (
         type(theirs).__name__
         == json.loads((tmp_path / "config.json").read_text())["architectures"][0]
@@ -111,7 +110,7 @@ def test_their_own_model_is_ours_too(kind: str, tmp_path: Path):
     theirs.save_pretrained(tmp_path)
     model = from_folder(tmp_path).model().eval()
     ids = torch.randint(96, (1, 32), generator=torch.Generator().manual_seed(0))
-    assert (theirs(ids).logits - logits(model, ids)).abs().max() < 1e-4
+    assert (theirs(ids).logits - model(ids)).abs().max() < 1e-4
     prompt = [5, 17, 3]
     new = generate(
         model, prompt, max_new_tokens=50, temperature=0.0, top_k=None, top_p=None, seed=0,
@@ -166,8 +165,8 @@ def test_large_models_are_cut_into_files_that_transformers_joins(tmp_path: Path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = torch.arange(32).unsqueeze(0)
     with torch.inference_mode():
-        assert (theirs(ids).logits - logits(model, ids)).abs().max() < 1e-4
-        assert torch.equal(logits(from_folder(tmp_path).model(), ids), logits(model, ids))
+        assert (theirs(ids).logits - model(ids)).abs().max() < 1e-4
+        assert torch.equal(from_folder(tmp_path).model()(ids), model(ids))
 
 
 @pytest.mark.parametrize(
