@@ -20,6 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from shape import Shape
+from throughput import measure
+
+from lm.model import LM, ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT2_SMALL = {"d_model": 768, "n_layers": 12, "n_heads": 12, "ffn_dim": 2048}
@@ -58,11 +62,39 @@ class Bench:
             "--trainer.gradient_clip_val=1.0",
         ]
 
+    @property
+    def seconds_left(self) -> float:
+        return max(5.0, self.end - time.monotonic())
+
+    def peer(self, name: str) -> dict[str, Any]:
+        """Figures of another trainer on 12 × 768 at 1024, on the same tokens."""
+        sizes: dict[str, Any] = (
+            TOY | {"seq_len": 16} if self.dry else GPT2_SMALL | {"seq_len": 1024}
+        )
+        shape = Shape(
+            **sizes,
+            n_kv_heads=sizes["n_heads"],
+            vocab_size=self.vocab_size,
+            tied=ModelConfig().tie_embeddings,
+            micro_batch=2 if self.dry else 16,
+            device="cpu" if self.dry else "cuda",
+            warm_steps=2 if self.dry else 10,
+            steps=2 if self.dry else 30,
+        )
+        got = measure(name, shape, "shipped", self.tokens, self.seconds_left)
+        if isinstance(got, str):
+            return {"not_measured": got}
+        return {
+            "tokens_per_sec": shape.tokens_per_step / got["seconds"],
+            "peak_gib": got["peak_bytes"] / 2**30,
+        }
+
     def run(self, words: list[str]) -> str:
         """Standard error of a command line that ends well."""
-        left = max(5.0, self.end - time.monotonic())
         command = [sys.executable, "-m", "cli", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=self.seconds_left
+        )
         if done.returncode:
             last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
             raise RuntimeError(f"{' '.join(words[:1])} ended with {done.returncode}: {last}")
@@ -105,7 +137,6 @@ def card(bench: Bench) -> dict[str, Any]:
 def loss_parity(bench: Bench) -> dict[str, Any]:
     """Loss and gradient norm of a first step against fp32 on the CPU."""
     from lm.loss import cross_entropy_sum
-    from lm.model import LM, ModelConfig
 
     torch.manual_seed(0)
     shape: dict[str, Any] = TOY if bench.dry else {}
@@ -148,6 +179,8 @@ def steps_of(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]
     yield "resume, deterministic", lambda: drilled(bench, *exact)
     yield "12 × 768 deterministic", lambda: bench.fit("exact", 60, [*small, *compiled, *exact])
     yield "base at 2048", lambda: bench.fit("base", 30, [*base, *compiled])
+    for name in ("hf-compiled", "litgpt"):
+        yield f"{name}, 12 × 768", lambda name=name: bench.peer(name)
     yield (
         "resume, fp16 scaler",
         lambda: drilled(

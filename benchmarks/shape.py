@@ -18,6 +18,8 @@ class Shape:
     micro_batch: int = 8
     accumulate: int = 1
     bf16: bool = True
+    device: str = "cpu"
+    """cpu or cuda."""
     warm_steps: int = 4
     steps: int = 12
     """Timed, after the warm ones."""

@@ -64,7 +64,7 @@ def main() -> None:
                 taken.append(got)
                 print(f"{name} {getattr(shape, name)}: {got['seconds']:.3f} s", file=sys.stderr)
         seconds = [statistics.median(one["seconds"] for one in taken) for taken in results]
-        peaks = [statistics.median(one["peak_rss_bytes"] for one in taken) for taken in results]
+        peaks = [statistics.median(one["peak_bytes"] for one in taken) for taken in results]
         work = [float(flops(shape) * shape.tokens_per_step) for shape in shapes]
         rates = [shape.tokens_per_step / s for shape, s in zip(shapes, seconds, strict=True)]
         lines.append(

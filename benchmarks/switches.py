@@ -42,10 +42,10 @@ def main() -> None:
         pairs = list(zip(taken, found["ours"], strict=True))
         time, memory = (
             spread([one[key] / plain[key] for one, plain in pairs], ".3f")
-            for key in ("seconds", "peak_rss_bytes")
+            for key in ("seconds", "peak_bytes")
         )
         seconds = statistics.median(one["seconds"] for one in taken)
-        peak = statistics.median(one["peak_rss_bytes"] for one in taken)
+        peak = statistics.median(one["peak_bytes"] for one in taken)
         label = "none" if name == "ours" else name
         lines.append(f"| {label} | {1e3 * seconds:.0f} | {time} | {peak / 1e6:.0f} | {memory} |")
     text = "\n".join(lines)

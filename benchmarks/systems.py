@@ -3,17 +3,21 @@
     python benchmarks/systems.py NAME JSON_OF_A_SHAPE ALLOCATOR TOKENS WORK_FOLDER
 
 Its own loop runs untouched: steps are timed by a hook that torch calls after each update of an
-optimizer. Prints one line of JSON: seconds a step, losses that it gave, peak resident bytes.
+optimizer. Prints one line of JSON: seconds a step, losses that it gave, peak bytes (resident, or
+allocated on the GPU).
 """
 
 import contextlib
+import functools
 import importlib
 import json
+import os
 import pickle
 import resource
 import runpy
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,12 +29,17 @@ from lm.cpu import keep_freed_memory
 SEED = 1337
 
 
+def width(tokens: Path) -> str | None:
+    """Type of token files that do not tell it."""
+    return None if (tokens / "meta.json").is_file() else "uint16"
+
+
 def samples(shape: Shape, tokens: Path) -> Any:
     """Windows of the token file by their number in a run: the order that all systems train in."""
     from data.source import open_source
     from data.windows import Windows
 
-    source = open_source(str(tokens), shape.vocab_size, None, None)
+    source = open_source(str(tokens), shape.vocab_size, width(tokens), None)
     return Windows(source.stream("train", shape.vocab_size), shape.seq_len, SEED)
 
 
@@ -74,10 +83,12 @@ def ours(shape: Shape, tokens: Path, work: Path, *others: str) -> list[float]:
         "model.optim.lr": 3e-4,
         "model.optim.warmup": warmup(shape),
         "data.path": tokens,
+        "data.dtype": width(tokens) or "null",
         "data.seq_len": shape.seq_len,
         "data.micro_batch_size": shape.micro_batch,
         "trainer.precision": "bf16-mixed" if shape.bf16 else "32-true",
-        "trainer.accelerator": "cpu",
+        "trainer.accelerator": "cpu" if shape.device == "cpu" else "gpu",
+        "trainer.devices": 1,
         "trainer.accumulate_grad_batches": shape.accumulate,
         "trainer.gradient_clip_val": 1.0,
         "trainer.max_steps": shape.all_steps,
@@ -204,7 +215,7 @@ def hf(compiled: bool) -> Callable[[Shape, Path, Path], list[float]]:
             train_dataset=Rows(),
             args=transformers.TrainingArguments(
                 output_dir=str(work),
-                use_cpu=True,
+                use_cpu=shape.device == "cpu",
                 bf16=shape.bf16,
                 torch_compile=compiled,
                 per_device_train_batch_size=shape.micro_batch,
@@ -303,8 +314,6 @@ def litgpt(shape: Shape, tokens: Path, work: Path) -> list[float]:
 def nanogpt(checkout: str) -> Callable[[Shape, Path, Path], list[float]]:
     def run(shape: Shape, tokens: Path, work: Path) -> list[float]:
         """nanoGPT's train.py on its GPT-2, compiled, with the other settings that it offers."""
-        import os
-
         data = work / "nanogpt"
         data.mkdir()
         for split in ("train", "val"):
@@ -312,8 +321,8 @@ def nanogpt(checkout: str) -> Callable[[Shape, Path, Path], list[float]]:
         with (data / "meta.pkl").open("wb") as file:
             pickle.dump({"vocab_size": shape.vocab_size}, file)
         settings = {
-            "out_dir": work, "dataset": data, "device": "cpu", "compile": True, "dropout": 0.0,
-            "dtype": "bfloat16" if shape.bf16 else "float32", "eval_iters": 1,
+            "out_dir": work, "dataset": data, "device": shape.device, "compile": True,
+            "dtype": "bfloat16" if shape.bf16 else "float32", "dropout": 0.0, "eval_iters": 1,
             "eval_interval": 10**9, "log_interval": 10, "always_save_checkpoint": False,
             "block_size": shape.seq_len, "batch_size": shape.micro_batch,
             "n_layer": shape.n_layers, "n_head": shape.n_heads, "n_embd": shape.d_model,
@@ -325,6 +334,62 @@ def nanogpt(checkout: str) -> Callable[[Shape, Path, Path], list[float]]:
         sys.path.insert(0, checkout)
         sys.argv = ["train.py", *(f"--{key}={value}" for key, value in settings.items())]
         runpy.run_path("train.py", run_name="__main__")
+        return []
+
+    return run
+
+
+def minimind(checkout: str) -> Callable[[Shape, Path, Path], list[float]]:
+    def run(shape: Shape, tokens: Path, work: Path) -> list[float]:
+        """MiniMind's train_pretrain.py on its model (queries and keys normed), compiled."""
+        import torch
+
+        windows = samples(shape, tokens)
+
+        class Rows(torch.utils.data.Dataset):
+            """In place of its JSONL; a row after another, whichever it asks for."""
+
+            def __init__(self, *_: Any, **__: Any) -> None:
+                self.taken = 0
+
+            def __len__(self) -> int:
+                return shape.all_steps * shape.accumulate * shape.micro_batch
+
+            def __getitem__(self, number: int) -> tuple[Any, Any]:
+                ids = windows.__getitems__([self.taken])["input_ids"][0, :-1]
+                self.taken += 1
+                return ids, ids
+
+        sys.path.insert(0, checkout)
+        model: Any = importlib.import_module("model.model_minimind")
+        model.MiniMindConfig = functools.partial(
+            model.MiniMindConfig,
+            vocab_size=shape.vocab_size,
+            num_attention_heads=shape.n_heads,
+            num_key_value_heads=shape.n_kv_heads,
+            intermediate_size=shape.ffn_dim,
+            max_position_embeddings=shape.seq_len,
+            rms_norm_eps=1e-5,
+            rope_theta=1e4,
+            tie_word_embeddings=shape.tied,
+        )
+        rows: Any = types.ModuleType("dataset.lm_dataset")
+        rows.PretrainDataset = Rows
+        sys.modules[rows.__name__] = rows
+        utils: Any = importlib.import_module("trainer.trainer_utils")
+        network = model.MiniMindForCausalLM
+        utils.init_model = lambda config, *_, **__: (network(config).to(shape.device), None)
+        utils.lm_checkpoint = lambda *_, **__: None
+        settings = {
+            "save_dir": work, "epochs": 1, "batch_size": shape.micro_batch, "num_workers": 0,
+            "accumulation_steps": shape.accumulate, "learning_rate": 3e-4, "grad_clip": 1.0,
+            "device": shape.device, "dtype": "bfloat16", "use_compile": 1,
+            "log_interval": 10, "save_interval": 10**9, "hidden_size": shape.d_model,
+            "num_hidden_layers": shape.n_layers, "max_seq_len": shape.seq_len,
+        }  # fmt: skip
+        os.chdir(Path(checkout, "trainer"))
+        sys.argv = ["train_pretrain.py", *(f"--{key}={value}" for key, value in settings.items())]
+        runpy.run_path("train_pretrain.py", run_name="__main__")
         return []
 
     return run
@@ -347,21 +412,34 @@ def main() -> None:
         "hf-compiled": hf(compiled=True),
         "litgpt": litgpt,
         "nanogpt": nanogpt(place),
+        "minimind": minimind(place),
     }[kind]
+    if shape.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if allocator == "kept":
         keep_freed_memory()
     ends: list[float] = []
     with contextlib.redirect_stdout(sys.stderr):
+        import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
-        losses = run(shape, Path(tokens), Path(folder))
+        def end(*_: Any) -> None:
+            if shape.device == "cuda":
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+        register_optimizer_step_post_hook(end)
+        losses = run(shape, Path(tokens).resolve(), Path(folder).resolve())
     if len(ends) != shape.all_steps:
         raise SystemExit(f"{name} made {len(ends)} steps, not {shape.all_steps}")
+    if shape.device == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = {
         "seconds": (ends[-1] - ends[shape.warm_steps - 1]) / shape.steps,
         "losses": losses,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes": peak,
     }
     print(json.dumps(result), flush=True)
 

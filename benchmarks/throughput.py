@@ -6,8 +6,8 @@
 Every system runs in fresh processes that take turns, `--rounds` times, as it ships and with freed
 memory kept by the allocator (what ours does by itself), on the same tokens; all but nanoGPT, which
 draws its own, in the same order.
-Medians over rounds, with the least and the most. `make bench-env` installs the peers; nanogpt=PATH
-among the cases takes a checkout of nanoGPT. Run it on an idle machine.
+Medians over rounds, with the least and the most. `make bench-env` installs the peers. Run it on an
+idle machine.
 
   ours         lightning fit: logs, figures, warnings, clip and schedule on
   bare         the same kernels in a loop without Lightning
@@ -15,6 +15,8 @@ among the cases takes a checkout of nanoGPT. Run it on an idle machine.
   plain        a loop as articles write it (yardstick.py)
   hf           Hugging Face's Trainer on its Llama; hf-compiled: with torch_compile
   litgpt       litgpt's pretraining, which always compiles
+  nanogpt=PATH, minimind=PATH
+               the training script of a checkout, compiled; on a CPU both compute in fp32
 """
 
 import argparse
@@ -78,8 +80,11 @@ def matmul_limit(shape: Shape) -> float:
     return best
 
 
-def measure(name: str, shape: Shape, allocator: str, tokens: Path) -> dict[str, Any] | str:
+def measure(
+    name: str, shape: Shape, allocator: str, tokens: Path, timeout: float | None = None
+) -> dict[str, Any] | str:
     """What one process of a system gives, or why it gave nothing."""
+    (ROOT / "runs").mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="throughput-", dir=ROOT / "runs"))
     words = [
         sys.executable,
@@ -91,8 +96,12 @@ def measure(name: str, shape: Shape, allocator: str, tokens: Path) -> dict[str, 
         str(folder),
     ]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment)
-    shutil.rmtree(folder)
+    try:
+        done = subprocess.run(
+            words, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=timeout
+        )
+    finally:
+        shutil.rmtree(folder)
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1])
     lines = done.stderr.strip().splitlines() or ["no word"]
@@ -170,7 +179,6 @@ def main() -> None:
     data = options.data or ROOT / "corpora" / CORPORA[options.preset]
     if not (data / "train.bin").is_file():
         raise SystemExit(f"{data} holds no train.bin: lightning prepare makes it")
-    (ROOT / "runs").mkdir(exist_ok=True)
     results: dict[tuple[str, str], list[dict[str, Any]]] = {}
     missing: dict[tuple[str, str], str] = {}
     limits = []
@@ -193,8 +201,7 @@ def main() -> None:
         for case, ones in results.items()
     }
     peaks = {
-        case: statistics.median(one["peak_rss_bytes"] for one in ones)
-        for case, ones in results.items()
+        case: statistics.median(one["peak_bytes"] for one in ones) for case, ones in results.items()
     }
     medians = {case: statistics.median(values) for case, values in rates.items()}
     found = ratios(rates, limit, per_token) if ("ours", "shipped") in rates else {}

@@ -218,7 +218,8 @@ class LMModule(LightningModule):
                 return fast(*args)
             except TorchDynamoException as error:
                 self.compiled = False
-                why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                # The first line names the backend, the next one what it says.
+                why = " ".join(str(error).split("\n")[:2]) or type(error).__name__
                 print(f"compile: failed, so the run is not compiled: {why}", file=sys.stderr)
                 return function(*args)
 

@@ -28,10 +28,22 @@ print(json.dumps([code, counters["stats"].get("unique_graphs", 0)]))
 """
 
 
-def run(path: Path, **environment: str) -> tuple[int, int, str]:
+# A compiler that can do the forward pass only.
+ONE_WAY = """
+import torch._inductor.compile_fx as inductor
+whole = inductor._compile_fx_inner
+def forward_only(*words, **settings):
+    if settings.get("is_backward"):
+        raise RuntimeError("no kernel for that")
+    return whole(*words, **settings)
+inductor._compile_fx_inner = forward_only
+"""
+
+
+def run(path: Path, before: str = "", **environment: str) -> tuple[int, int, str]:
     """Exit code, graphs compiled, and stderr of a run in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "fit", "--config", str(path)],
+        [sys.executable, "-c", before + PROGRAM, "fit", "--config", str(path)],
         capture_output=True,
         text=True,
         env=os.environ | environment,
@@ -64,6 +76,18 @@ def test_auto_goes_on_uncompiled_where_compiling_fails(run_yaml: RunYaml, tmp_pa
     code, _, err = run(run_yaml(settings), **broken)
     assert code == 0, err
     assert err.count("compile: failed, so the run is not compiled: ") == 1
+    assert "done: 6 steps" in err
+    assert "Traceback" not in err
+
+
+def test_auto_goes_on_uncompiled_where_the_backward_pass_cannot_be_compiled(
+    run_yaml: RunYaml, tmp_path: Path
+):
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    code, _, err = run(run_yaml({"model.compile": "auto"}), before=ONE_WAY, **cache)
+    assert code == 0, err
+    assert err.count("compile: failed, so the run is not compiled: ") == 1
+    assert "no kernel for that" in err
     assert "done: 6 steps" in err
     assert "Traceback" not in err
 
