@@ -246,6 +246,8 @@ class Trainer(LightningTrainer):
             callbacks: More callbacks, by class path.
         """
         keep_promises(locals())
+        # fp32 is fp32, also where an environment variable of a container turns TF32 on.
+        torch.set_float32_matmul_precision("highest")
         # A start's own budget; Lightning's would count the time of all starts together and stop
         # inside an accumulation window.
         self.max_seconds = Timer(cast(Any, max_time)).time_remaining()

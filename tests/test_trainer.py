@@ -285,6 +285,12 @@ def test_trainer_trains_in_the_chosen_precision_and_remembers_what_was_asked(mon
     assert (built.precision, built.asked_precision) == ("32-true", "auto")
 
 
+def test_products_in_fp32_do_not_use_tf32():
+    torch.set_float32_matmul_precision("high")
+    trainer()
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 @pytest.mark.parametrize(
     ("accelerator", "cuda", "mps", "expected"),
     [
