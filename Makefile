@@ -30,8 +30,9 @@ train: env ## prepare the corpus, then train configs/small.yaml; again: resume
 test: env ## run the tests (under 5 minutes)
 	$(BIN)/python -m pytest -q -n auto
 
+# Threads that wait for work asleep: two tests at a time share the cores.
 test-slow: env ## run the tests that take longer
-	$(BIN)/python -m pytest -q -m 'slow and not gpu'
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -m 'slow and not gpu' -n 2
 
 check: env ## format, lint, types and tests
 	$(BIN)/ruff format --check .
