@@ -31,6 +31,9 @@ LINKS = {
 # Said at the end of the help of commands that have options of their own beside a run's.
 OTHERS = "All other options are those of lightning fit, --config first of all."
 
+# What has weights.
+TRAINED = "run folder (its newest checkpoint), checkpoint, weights file or export"
+
 # Exit codes of a program that was asked to stop; SIGUSR1 is a scheduler's early SIGTERM.
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
 
@@ -147,6 +150,11 @@ def prepare(argv: list[str]) -> None:
     from data.prepare import prepare_corpus, summary
 
     data = run_cli("prepare", argv).datamodule
+    if data.path is None:
+        raise ValueError(
+            "data.mixture is given: its folders are prepared one by one, by lightning prepare "
+            "--input FILES --output DIR"
+        )
     if data.corpus is None:
         raise ValueError(
             f"data.corpus is not set, so there is nothing to make data.path {data.path} of; bring "
@@ -297,7 +305,8 @@ def peek(argv: list[str]) -> None:
     cli = run_cli("peek", run)
     trainer, data = cli.config.trainer, cli.datamodule
     data.prepare_data()
-    a_step = data.micro_batch_size * trainer.accumulate_grad_batches * count_devices(trainer)
+    world_size = count_devices(trainer) * trainer.num_nodes
+    a_step = data.micro_batch_size * trainer.accumulate_grad_batches * world_size
     samples = data.training_samples()
     print(
         "\n".join(
@@ -355,7 +364,7 @@ def drill(argv: list[str]) -> None:
     say = print_in_place if sys.stderr.isatty() else lambda line: None
     print(f"drill: {options.kills} kills, seed {options.seed}, in {root}", flush=True)
     arguments = [*run, *shortened(options.steps), "--trainer.log_every_n_steps=1"]
-    arguments.append("--tracker.name=null")
+    arguments += ["--tracker.name=null", "--ckpt_path=last"]
     if options.steps and config.model.compile == "auto":
         # As the whole run decides, where a short one would not be compiled.
         whole = run_plan(run_cli("prepare", run), ())
@@ -383,7 +392,9 @@ def drill(argv: list[str]) -> None:
     print(f"drill: {outcome.kills} kills, {outcome.bits} differing bits")
     if outcome.found or changed:
         places = len(outcome.found) + changed
-        raise RuntimeError(f"the runs differ in {places} places; they are in {root}")
+        on_gpu = device_type(trainer.accelerator) == "cuda" and not trainer.deterministic
+        hint = "; on a GPU only --trainer.deterministic true repeats all bits" if on_gpu else ""
+        raise RuntimeError(f"the runs differ in {places} places; they are in {root}{hint}")
     if outcome.kills < options.kills:
         raise RuntimeError(
             f"the run never came to {options.kills - outcome.kills} of {options.kills} kills: "
@@ -413,7 +424,6 @@ def print_in_place(line: str) -> None:
 def run_cli(command: str, argv: list[str]) -> Any:
     """Parse a run's configuration by LightningCLI and run the command on it."""
     import jsonargparse
-    import torch
     import yaml
 
     from callbacks.config import RunParser, check_config, config_files, load_yaml
@@ -424,15 +434,12 @@ def run_cli(command: str, argv: list[str]) -> Any:
     from callbacks.signals import StopSignals
     from callbacks.trainer import Trainer
     from data.datamodule import LMDataModule
-    from lm.cpu import keep_freed_memory
     from lm.module import LMModule
 
     for file in config_files(argv):
         check_config(file, LINKS)
     quiet_libraries()
     die_with_parent()
-    if not torch.cuda.is_available():
-        keep_freed_memory()
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     jsonargparse.set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
     callbacks = [RestartInvariantDDP(), RunRecord(), Progress(), StopSignals(EXIT_CODES)]
@@ -472,9 +479,10 @@ def cli_class(command: str, runs: bool) -> type:
     from callbacks.tensorboard import SeamlessTensorBoard
     from callbacks.throughput import Throughput
     from callbacks.trackers import TrackedRun, Tracker, make_logger, run_id
-    from callbacks.trainer import announce, is_dry_run
+    from callbacks.trainer import announce, device_type, is_dry_run
     from callbacks.weights import Weights
     from data.tokenizer import TextTokenizer, check_same_ids
+    from lm.cpu import keep_freed_memory
     from lm.export import export as write_export
     from lm.plan import HOURS, ledger, table
     from lm.trained import starting_weights
@@ -521,7 +529,10 @@ def cli_class(command: str, runs: bool) -> type:
                 raise ValueError(str(error)) from error
 
         def before_instantiate_classes(self) -> None:
-            if runs and count_devices(self._get(self.config, "trainer")) > 1:
+            trainer = self._get(self.config, "trainer")
+            if device_type(trainer.accelerator) == "cpu":
+                keep_freed_memory()
+            if runs and count_devices(trainer) > 1:
                 check_port()
 
         def instantiate_trainer(self, **kwargs: Any) -> Any:
@@ -656,7 +667,7 @@ def export(argv: list[str]) -> None:
     """Write a trained model as a Hugging Face folder, compared with it before it is there."""
     parser = LineParser(export)
     add = parser.add_argument
-    add("--ckpt_path", required=True, help="run folder (its newest checkpoint) or file")
+    add("--ckpt_path", required=True, help=TRAINED)
     add("--output", required=True, metavar="DIR", help="folder to make")
     add("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="of the weights (fp32)")
     add("--tokenizer", help="tokenizer.json; unset: the one in the run folder")
@@ -688,7 +699,7 @@ def evaluate(argv: list[str]) -> None:
     """Measure a trained model: bits per byte of texts, or tasks of lm-eval."""
     parser = LineParser(evaluate)
     add = parser.add_argument
-    add("--ckpt_path", required=True, help="run folder, checkpoint, weights file or export")
+    add("--ckpt_path", required=True, help=TRAINED)
     add("--text", nargs="+", default=[], metavar="FILE", help="UTF-8 files to foretell")
     words = "ids by which the window moves on; unset: half of the context"
     add("--stride", type=int, metavar="N", help=words)
@@ -753,7 +764,7 @@ def sample(argv: list[str]) -> None:
     """Write text with a trained model."""
     parser = LineParser(sample)
     add = parser.add_argument
-    add("--ckpt_path", required=True, help="run folder (its newest checkpoint) or file")
+    add("--ckpt_path", required=True, help=TRAINED)
     add("--prompt", action="append", help="text to go on from, repeatable; else stdin is read")
     add("--max_new_tokens", type=int, default=200, help="at most so many tokens after each prompt")
     add("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
@@ -817,6 +828,7 @@ def usable_device(asked: str) -> str:
 
     if asked == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but this machine has none; leave it out or give cpu")
+    torch.set_float32_matmul_precision("highest")  # as in training
     return device_type(asked)
 
 
@@ -851,7 +863,7 @@ def tokenizer_of(trained: Any, path: str | None = None) -> Any:
     if not found.is_file():
         raise ValueError(f"{found} does not exist; name the tokenizer.json by --tokenizer")
     # Hugging Face's folders name special tokens in a file beside.
-    beside = (found.parent / "tokenizer_config.json").is_file()
+    beside = found.name == "tokenizer.json" and (found.parent / "tokenizer_config.json").is_file()
     tokenizer = TextTokenizer.load(found.parent if beside else found)
     if fingerprint is not None and tokenizer.fingerprint != fingerprint:
         raise ValueError(

@@ -61,7 +61,7 @@ class Copies:
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Lightning's way to the functions above.
+    """Lightning's way to the functions of checkpoint_files.py.
 
     A save holds up training for a copy; one thread writes it, and a next save waits for it.
     `last` is resolved here, on rank 0 alone.
@@ -132,7 +132,7 @@ def random_states() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 

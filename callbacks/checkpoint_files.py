@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import shutil
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -157,16 +156,6 @@ def tensor_bytes(value: Any) -> int:
     return sum(map(tensor_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
-def replace(temporary: Path, path: Path) -> None:
-    """os.replace, again after a moment where another process has the file open (Windows)."""
-    for wait in (0.1, 0.5):
-        try:
-            return os.replace(temporary, path)
-        except PermissionError:
-            time.sleep(wait)
-    return os.replace(temporary, path)
-
-
 def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     """Make the file appear whole under its final name, durably, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +175,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
             reach("before fsync")
             os.fsync(file.fileno())
         reach("before replace")
-        replace(temporary, path)
+        os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):

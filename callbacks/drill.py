@@ -27,7 +27,8 @@ OF_THE_PROCESS = ("throughput/", "time/", "memory/")
 Say = Callable[[str], None]
 # Relative difference of a loss under another split: rounding, and other masks of dropout.
 SPLIT_LOSS = 0.02
-COMPARED = ("state_dict", "optimizer_states", "lr_schedulers", "LMDataModule")
+# The last is the scaler of losses, which runs in fp16 have.
+COMPARED = ("state_dict", "optimizer_states", "lr_schedulers", "LMDataModule", "MixedPrecision")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +271,7 @@ def compare(whole: Path, killed: Path) -> list[tuple[str, int]]:
                 found.append((f"step {one['step']} {name}: {here} and {there}", 1))
     final = [read_checkpoint(newest_whole(run, print)) for run in (whole, killed)]
     for key in COMPARED:
-        found += differences(final[0][key], final[1][key], key)
+        found += differences(final[0].get(key), final[1].get(key), key)
     if [step for step, _ in checkpoints(whole)] != [step for step, _ in checkpoints(killed)]:
         found.append(("the steps of the kept checkpoints", 1))
     return found

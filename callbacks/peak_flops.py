@@ -8,8 +8,8 @@ import torch
 # Whole words of the device name that must all be there → dense TFLOP/s in bf16 (fp16 where the
 # card has no bf16), and in fp32 without TF32. The first match counts, so longer names come first.
 # Data sheets often quote twice as much, with structured sparsity.
-PEAKS: tuple[tuple[frozenset[str], float, float | None], ...] = tuple(
-    (frozenset(name.split()), half, single)
+PEAKS: tuple[tuple[frozenset[str], float, float], ...] = tuple(
+    (frozenset(name.upper().split()), half, single)
     for name, half, single in (
         ("GB200", 2500.0, 80.0),  # NVIDIA GB200 NVL72 data sheet, per GPU
         ("B200", 2250.0, 75.0),  # NVIDIA DGX B200 data sheet, per GPU
@@ -37,13 +37,15 @@ PEAKS: tuple[tuple[frozenset[str], float, float | None], ...] = tuple(
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Dense FLOP/s of a GPU for a Trainer precision, or None where the name is not known.
 
-    Only whole words match: A10 is not A100, L4 is not L40S.
+    Only whole words match: A10 is not A100, L4 is not L40S. A part of a card, or a slower card of
+    the same name, is not known.
     """
     words = set(device_name.upper().replace("-", " ").split())
+    if words & {"MIG", "LAPTOP", "D"} or precision == "64-true":
+        return None
     for name, half, single in PEAKS:
-        if {word.upper() for word in name} <= words:
-            peak = half if precision.startswith(("bf16", "16")) else single
-            return None if peak is None or precision == "64-true" else peak * 1e12
+        if name <= words:
+            return 1e12 * (half if precision.startswith(("bf16", "16")) else single)
     return None
 
 

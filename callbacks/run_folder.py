@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -125,7 +125,6 @@ class RunRecord(Callback):
             starts, tracked = before["starts"], before.get(KEY)
         except (OSError, ValueError, KeyError, TypeError):
             starts, tracked = [], None
-        device = trainer.strategy.root_device
         start = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "step": trainer.global_step,
@@ -134,11 +133,7 @@ class RunRecord(Callback):
             "precision": str(trainer.precision),
         }
         record: dict[str, Any] = {
-            "versions": {name: version(name) for name in PACKAGES}
-            | {"python": platform.python_version()},
-            "device": torch.cuda.get_device_name(device)
-            if device.type == "cuda"
-            else f"{device.type} ({platform.machine()}, {os.cpu_count()} cores)",
+            "versions": versions(),
             "commit": commit(),
             "contract": contract(trainer),
             "starts": [*starts, start],
@@ -151,6 +146,24 @@ class RunRecord(Callback):
         # So that the folder alone is enough to sample from.
         if (tokenizer := cast(Any, trainer).datamodule.tokenizer_path) is not None:
             replace_text(path.with_name("tokenizer.json"), tokenizer.read_text(encoding="utf-8"))
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what a run rests on; None where this code runs without being installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """The make of a GPU, or what there is to say of another device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({platform.machine()}, {os.cpu_count()} cores)"
 
 
 def contract(trainer: Trainer) -> dict[str, Any]:
@@ -168,6 +181,8 @@ def contract(trainer: Trainer) -> dict[str, Any]:
         "trainer.accumulate_grad_batches": trainer.accumulate_grad_batches,
         "trainer.precision": str(trainer.precision),
         "trainer.world_size": trainer.world_size,
+        "trainer.deterministic": torch.are_deterministic_algorithms_enabled(),
+        "device": device_name(trainer.strategy.root_device),
         "version of torch": version("torch"),
         "version of lightning": version("lightning"),
     }

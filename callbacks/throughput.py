@@ -91,6 +91,8 @@ class Throughput(Callback):
     ) -> None:
         if not at_step_edge(trainer, batch_idx):
             return
+        if self._first_step is None:
+            run_dry(trainer)  # what is queued is not the work of later steps
         now, waited = self._now(), cast(Any, trainer).datamodule.seconds_waited
         if self._first_step is None:
             self._first_step = (trainer.global_step, now)
@@ -111,8 +113,7 @@ class Throughput(Callback):
     def pause(self, trainer: Trainer) -> None:
         """Stop the clock until the next micro-batch, with the device's queue run dry."""
         if self._mark is not None:
-            if trainer.strategy.root_device.type == "cuda":
-                torch.cuda.synchronize()
+            run_dry(trainer)
             self._count_to_now()
             self._mark = None
 
@@ -177,6 +178,12 @@ def memory(device: torch.device) -> dict[str, float]:
         }
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"memory/peak_gib": peak / 2 ** (30 if sys.platform == "darwin" else 20)}
+
+
+def run_dry(trainer: Trainer) -> None:
+    """Wait for what a GPU has been asked to do."""
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def pause_clock(trainer: Trainer) -> None:

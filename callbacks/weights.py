@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from callbacks.checkpoint_files import TEMPORARY, replace
+from callbacks.checkpoint_files import TEMPORARY
 from callbacks.run_folder import contract
 from callbacks.throughput import pause_clock
 from callbacks.trainer import announce, at_step_edge, is_dry_run
@@ -68,7 +68,7 @@ class Weights(Callback):
         root = Path(trainer.default_root_dir)
         try:
             with self._written(trainer, pl_module) as file:
-                replace(file, root / FILE)
+                os.replace(file, root / FILE)
         except Exception as error:  # the checkpoint is there all the same
             announce(f"warning: {root / FILE} not written: {error}")
 

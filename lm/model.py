@@ -182,6 +182,15 @@ def rotate(x: Float[Tensor, "B N T H"], rotary: Float[Tensor, "2 T H"]) -> Float
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x)
 
 
+def attends_in_groups(device: str, dtype: torch.dtype) -> bool:
+    """Whether torch has a kernel that shares keys and values among queries, not the one that keeps
+    all scores.
+
+    On CUDA only flash attention does. It takes no fp32, and no fp16 on the cards that need fp16.
+    """
+    return device != "cuda" or dtype == torch.bfloat16
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions.
 
@@ -191,7 +200,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_size = config.head_size
-        self.grouped = config.kv_heads != config.n_heads
+        self.group_size = config.n_heads // config.kv_heads
         queries, kv = config.n_heads * config.head_size, config.kv_heads * config.head_size
         self.q_proj = nn.Linear(config.d_model, queries, bias=False)
         self.k_proj = nn.Linear(config.d_model, kv, bias=False)
@@ -220,8 +229,12 @@ class Attention(nn.Module):
             # A query sees the cached positions and those of its own block up to itself.
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=x.device)
             mask = mask.tril(diagonal=cache.length)
+        grouped = self.group_size > 1
+        if grouped and not attends_in_groups(q.device.type, q.dtype):
+            k, v = (y.repeat_interleave(self.group_size, dim=1) for y in (k, v))
+            grouped = False
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
         )
         return self.o_proj(y.transpose(1, 2).flatten(2))
 

@@ -5,6 +5,8 @@ import functools
 import hashlib
 import importlib.util
 import math
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,8 @@ from jaxtyping import Int
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lm.cpu import give_back_freed_memory
+from lm.evaluate import bits_per_byte
 from lm.experts import balance_loss, expert_figures
 from lm.flops import flops_per_token
 from lm.generate import generate
@@ -52,9 +56,12 @@ def stream_seed(*values: int) -> int:
 
 
 def can_compile(device: str) -> bool:
-    """Whether torch.compile finds what it needs: a C++ compiler on a CPU, Triton on CUDA."""
+    """Whether torch.compile finds what it needs: a C++ compiler on a CPU, Triton and a C compiler
+    on CUDA.
+    """
     if device == "cuda":
-        return importlib.util.find_spec("triton") is not None
+        compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
+        return importlib.util.find_spec("triton") is not None and any(map(shutil.which, compilers))
     return device == "cpu" and find_compiler() is not None
 
 
@@ -168,13 +175,15 @@ class LMModule(LightningModule):
         self.source_names = getattr(source, "source_names", [])
         if stage != "fit":
             return
+        give_back_freed_memory()
         self.fused = use_fused(self.optim_config.fused, device, str(self.trainer.precision))
         # Fails here, before the network is built, where the warm-up does not fit the run.
         warmup_steps(self.optim_config.warmup, self.trainer.max_steps)
         if self.compile_setting is True and not can_compile(device):
             raise ValueError(
                 f"model.compile is true, but torch.compile finds no compiler for {device} (a C++ "
-                "compiler on a CPU, Triton on CUDA); install one or set model.compile to false"
+                "compiler on a CPU, Triton and a C compiler on CUDA); install one or set "
+                "model.compile to false"
             )
         per_step = getattr(source, "tokens_per_step", 0)
         run_flops = self.flops_per_token * per_step * self.trainer.max_steps
@@ -309,9 +318,9 @@ class LMModule(LightningModule):
         """
         named = [(n, p) for n, p in self.net.named_parameters() if p.grad is not None]
         gradients = [cast(Tensor, p.grad) for _, p in named]
-        total, targets = cast(Tensor, self.trainer.strategy.reduce(self._window, reduce_op="sum"))
+        total, targets = self._over_devices(self._window)
         if self._routing is not None:
-            self._routing = cast(Tensor, self.trainer.strategy.reduce(self._routing))
+            self._routing = self._over_devices(self._routing) / self.trainer.world_size
         self.targets_seen = self.targets_seen + targets
         self._without_targets = self._without_targets + (targets == 0)
         # Undo what the backward passes divided by (DDP adds the world size) and divide rightly.
@@ -338,6 +347,12 @@ class LMModule(LightningModule):
             "optim/lr": optimizer.param_groups[0]["lr"],
             "optim/grad_norm": norm,
         }
+
+    def _over_devices(self, tensor: Tensor) -> Tensor:
+        """Sum of all devices' tensors, queued, where Lightning's `reduce` waits for all of them."""
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(tensor)
+        return tensor
 
     def _count_skipped(self, finite: Tensor, named: list[tuple[str, torch.nn.Parameter]]) -> None:
         self._skipped = self._skipped.to(finite.device)
@@ -382,14 +397,13 @@ class LMModule(LightningModule):
         self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         total, targets, _ = self.loss(batch)
-        real = targets[targets != IGNORE_INDEX]
+        # By masks: on a GPU to pick the real targets out would wait for their number.
+        real = targets != IGNORE_INDEX
         n_bytes = torch.zeros((), dtype=torch.int64, device=self.device)
         if self.token_bytes is not None:
             self.token_bytes = self.token_bytes.to(self.device)
-            n_bytes = self.token_bytes[real].sum()
-        self._totals[dataloader_idx] += torch.stack(
-            (total, torch.tensor(real.numel(), device=self.device), n_bytes)
-        )
+            n_bytes = (self.token_bytes[targets.clamp(min=0)] * real).sum()
+        self._totals[dataloader_idx] += torch.stack((total, real.sum(), n_bytes))
 
     def on_validation_epoch_end(self) -> None:
         totals = cast(Tensor, self.trainer.strategy.reduce(self._totals, reduce_op="sum")).tolist()
@@ -403,7 +417,7 @@ class LMModule(LightningModule):
                 figures[f"val/loss/{name}"] = total / count
         if n_bytes:
             # Losses of all targets, ends of documents too, over the bytes of the text alone.
-            figures["val/bits_per_byte"] = loss / math.log(2) / n_bytes
+            figures["val/bits_per_byte"] = bits_per_byte(loss, int(n_bytes))
         for total, count, _ in totals[len(sources) :]:
             figures["train/eval_loss"] = total / max(count, 1)
         self.validation_figures = figures
@@ -473,7 +487,7 @@ class LMModule(LightningModule):
             decays = (optim.weight_decay, 0.0)
             for group, decay in zip(state["param_groups"], decays, strict=True):
                 group |= {"lr": rate, "initial_lr": optim.lr, "weight_decay": decay}
-                group |= {"betas": optim.betas, "eps": optim.eps, "fused": self.fused}
+                group |= {"betas": optim.betas, "eps": optim.eps, "fused": self.fused or None}
         for schedule in checkpoint["lr_schedulers"]:
             groups = len(schedule["base_lrs"])
             schedule |= {"base_lrs": [optim.lr] * groups, "_last_lr": [rate] * groups}

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +28,6 @@ from callbacks.checkpoint_files import (
     damage,
     newest_whole,
     read_checkpoint,
-    replace,
     resolve,
     tensor_bytes,
     write_checkpoint,
@@ -104,6 +102,7 @@ class Saver:
         self.loggers: list[Any] = []
         self.state = SimpleNamespace(fn="fit")
         self.strategy = SimpleNamespace(
+            root_device=torch.device("cpu"),
             broadcast=lambda value: value,
             checkpoint_io=AtomicCheckpointIO(any_trainer(self), print),
         )
@@ -172,43 +171,6 @@ def test_failed_replacement_leaves_the_old_file_whole_and_no_temporary(tmp_path,
         write_checkpoint(content(2), path)
     assert read_checkpoint(path)["global_step"] == 1
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.fixture
-def busy(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Have so many replacements meet an open file; returns the waits between the tries."""
-    replaced, waits = os.replace, []
-
-    def refuse(times: int) -> list[float]:
-        refusals = iter([PermissionError(errno.EACCES, "in use")] * times)
-
-        def refusing(*paths: Any) -> None:
-            for refusal in refusals:
-                raise refusal
-            replaced(*paths)
-
-        monkeypatch.setattr(os, "replace", refusing)
-        monkeypatch.setattr(time, "sleep", waits.append)
-        return waits
-
-    return refuse
-
-
-@pytest.mark.parametrize(("times", "expected"), [(0, []), (1, [0.1]), (2, [0.1, 0.5])])
-def test_replacement_of_a_file_in_use_is_tried_again(tmp_path, busy, times, expected):
-    waits = busy(times)
-    touch(tmp_path, "new")
-    replace(tmp_path / "new", tmp_path / "old")
-    assert (waits, os.listdir(tmp_path)) == (expected, ["old"])
-
-
-def test_file_that_stays_in_use_stays_whole(tmp_path, busy):
-    path = save(tmp_path, 5)
-    waits = busy(3)
-    with pytest.raises(PermissionError, match="in use"):
-        write_checkpoint(content(6), path)
-    assert (waits, read_checkpoint(path)["global_step"]) == ([0.1, 0.5], 5)
-    assert list(path.parent.iterdir()) == [path]
 
 
 def test_unserialisable_content_leaves_the_old_file_whole_and_no_temporary(tmp_path):

@@ -26,12 +26,12 @@ def test_dry_run_takes_every_path(tmp_path: Path):
     lines = [json.loads(line) for line in (tmp_path / "device.jsonl").read_text().splitlines()]
     assert done.returncode == 0, [line for line in lines if "error" in line]
     by_name = {line["name"]: line for line in lines}
-    assert len(by_name) == len(lines) == 13
+    assert len(by_name) == len(lines) == 14
     for line in lines:
         assert not line.keys() & {"error", "left_out"}
         if line["name"].startswith("resume"):
             assert line["verdict"] == "drill: 2 kills, 0 differing bits"
-        elif line["name"].startswith(("hf", "litgpt")):
+        elif line["name"].startswith(("ours", "hf", "litgpt")):
             # The peers are an extra; one that is missing is named.
             assert line.get("tokens_per_sec", 0) > 0 or "No module named" in line["not_measured"]
         elif line["name"] not in ("card", "loss parity"):

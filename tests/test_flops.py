@@ -181,7 +181,14 @@ def test_peak_is_dense_and_by_precision(name: str, precision: str, tflops: float
     assert peak_flops(name, precision) == pytest.approx(tflops * 1e12)
 
 
-@pytest.mark.parametrize("name", ["NVIDIA A10G", "NVIDIA L400", "NVIDIA A1000", "Some Card", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NVIDIA A10G", "NVIDIA L400", "NVIDIA A1000", "Some Card", ""),
+        *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D"),
+        "NVIDIA H200 MIG 1g.18gb",
+    ],
+)
 def test_unknown_device_has_no_peak(name: str):
     assert peak_flops(name, "bf16-mixed") is None
 

@@ -86,6 +86,11 @@ class Run:
             self.health.watch(self.trainer, {"val/loss": loss})
 
 
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
+
+
 @pytest.fixture
 def warnings(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
     """What was said since the last call."""

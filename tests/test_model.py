@@ -10,7 +10,16 @@ import references
 import torch
 import torch.nn.functional as F
 
-from lm.model import LM, KVCache, ModelConfig, RMSNorm, plain_keys, rotary_table, rotate
+from lm.model import (
+    LM,
+    KVCache,
+    ModelConfig,
+    RMSNorm,
+    attends_in_groups,
+    plain_keys,
+    rotary_table,
+    rotate,
+)
 
 TINY = ModelConfig(
     vocab_size=11,
@@ -171,6 +180,35 @@ def test_grouped_queries_equal_repeated_key_heads() -> None:
         weights[name] = heads.repeat_interleave(2, dim=0).flatten(0, 1)
     full.load_state_dict(weights)
     torch.testing.assert_close(grouped(draw_ids()), full(draw_ids()))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "able"),
+    [
+        ("cpu", torch.float32, True),
+        ("cuda", torch.bfloat16, True),
+        ("cuda", torch.float32, False),
+        ("cuda", torch.float16, False),
+    ],
+)
+def test_only_flash_attention_shares_keys_on_cuda(device: str, dtype: torch.dtype, able: bool):
+    assert attends_in_groups(device, dtype) == able
+
+
+def test_keys_copied_for_each_query_give_the_same(monkeypatch: pytest.MonkeyPatch):
+    model, ids = build(), draw_ids()
+    shared = model(ids)
+    monkeypatch.setattr("lm.model.attends_in_groups", lambda *_: False)
+    seen = []
+    attend = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda q, k, v, **words: seen.append((k.shape[1], words)) or attend(q, k, v, **words),
+    )
+    torch.testing.assert_close(model(ids), shared)
+    assert {heads for heads, _ in seen} == {TINY.n_heads}
+    assert not any(words["enable_gqa"] for _, words in seen)
 
 
 # Parts

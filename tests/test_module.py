@@ -336,6 +336,17 @@ def test_compile_without_compiler_is_refused(fit, monkeypatch: pytest.MonkeyPatc
         fit([rows(6)], module=module)
 
 
+def test_compile_on_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch):
+    found = {"triton": True, "gcc": True}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found.get(name))
+    monkeypatch.setattr("shutil.which", lambda name: found.get(name))
+    assert can_compile("cuda")
+    for name in found:
+        monkeypatch.setitem(found, name, None)
+        assert not can_compile("cuda")
+        monkeypatch.setitem(found, name, True)
+
+
 @pytest.mark.parametrize(
     ("steps", "compiled", "line"),
     [

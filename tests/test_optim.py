@@ -71,7 +71,7 @@ def test_settings_reach_the_optimizer(fused: bool) -> None:
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
     for group in (decay, rest):
         assert (group["lr"], group["betas"], group["eps"]) == (2e-3, (0.8, 0.99), 1e-7)
-        assert group["fused"] is fused
+        assert bool(group["fused"]) is fused
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -129,6 +129,12 @@ def test_fused_with_scaled_gradients_is_refused() -> None:
         "unscales gradients only after clipping; set model.optim.fused to auto or false"
     ):
         use_fused(True, "cuda", "16-mixed")
+
+
+def test_without_the_fused_kernel_torch_chooses_for_the_device() -> None:
+    # An explicit False would update one tensor after another on GPUs too.
+    defaults = build_optimizer(tiny(), OptimConfig(), fused=False).defaults
+    assert (defaults["fused"], defaults["foreach"]) == (None, None)
 
 
 def test_fused_on_a_device_without_it_is_refused() -> None:

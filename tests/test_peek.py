@@ -52,6 +52,13 @@ def test_command_shows_what_the_first_step_trains_on(lightning: Lightning, run_y
     ]  # fmt: skip
 
 
+def test_step_counts_the_samples_of_all_machines(lightning: Lightning, run_yaml: RunYaml):
+    config = run_yaml({"trainer.num_nodes": 2})
+    code, out, err = lightning("peek", "--config", config, "--count", 1, "--step", 3)
+    assert code == 0, err
+    assert "\nsample 8: " in out
+
+
 @pytest.mark.parametrize(
     ("option", "value", "text"),
     [

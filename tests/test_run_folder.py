@@ -196,7 +196,7 @@ def test_damaged_record_is_written_anew(tmp_path, damaged):
 def test_record_tells_versions_device_and_contract(tmp_path):
     found = record(tmp_path)
     assert found["versions"]["torch"] == torch.__version__
-    assert found["device"].startswith("cpu (")
+    assert found["contract"]["device"].startswith("cpu (")
     assert found["contract"]["seed_everything"] == 5
 
 
@@ -220,7 +220,7 @@ def test_contract_joins_module_data_and_trainer(tmp_path):
 
 def test_contract_leaves_out_parts_that_have_none(tmp_path):
     found = contract(stand_in(tmp_path, lightning_module=object(), datamodule=None))
-    assert [key for key in found if not key.startswith(("trainer.", "version of "))] == []
+    assert [key for key in found if not key.startswith(("trainer.", "version of "))] == ["device"]
 
 
 def test_machine_without_git_has_no_commit(tmp_path, monkeypatch):

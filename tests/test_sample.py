@@ -106,6 +106,8 @@ def test_other_tokenizer_of_equal_size_is_refused(
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     other = tmp_path / "other.json"
     Tokenizer.from_str(json.dumps(content)).save(str(other))
+    # A file that is named is read, whatever else lies beside it.
+    (tmp_path / "tokenizer_config.json").write_text("{}", encoding="utf-8")
     line = refusal(lightning, "--ckpt_path", run_folder, "--prompt", "x", "--tokenizer", other)
     assert f"{other} has fingerprint" in line
     assert "was trained with" in line
