@@ -3,7 +3,7 @@
     python benchmarks/small_run.py runs/small corpora/python-32k
 
 Prints first loss, validation loss and bits per byte over the whole validation file, the bits per
-byte of `xz -9e` on the same text, median tokens/s, peak memory, hours, and how many of 20 samples
+byte of `xz -9e` on the same text, median tokens/s, peak memory, and how many of 20 samples
 of 200 tokens at temperature 0.8 Python's `tokenize` accepts.
 """
 
@@ -11,7 +11,6 @@ import csv
 import io
 import json
 import lzma
-import math
 import statistics
 import sys
 import tokenize
@@ -24,9 +23,11 @@ from callbacks.checkpoint_files import newest_whole, read_checkpoint
 from data.memmap import TokenStream, open_token_file
 from data.tokenizer import TextTokenizer
 from data.windows import Windows
+from lm.evaluate import bits_per_byte
 from lm.generate import generate
 from lm.loss import cross_entropy_sum, shift
-from lm.model import LM, ModelConfig
+from lm.model import LM
+from lm.trained import from_checkpoint
 
 
 def accepted(text: str) -> bool:
@@ -59,7 +60,7 @@ def validation(model: LM, corpus: Path, seq_len: int) -> tuple[float, float]:
         loss = cross_entropy_sum(model.model(ids), model.head_weight, targets)
         total += torch.tensor([loss, targets.numel(), lengths[targets].sum()])
     loss, count, n_bytes = total.tolist()
-    return loss / count, loss / math.log(2) / n_bytes
+    return loss / count, bits_per_byte(loss, int(n_bytes))
 
 
 def xz_bits_per_byte(corpus: Path, tokenizer: TextTokenizer) -> float:
@@ -73,11 +74,10 @@ def xz_bits_per_byte(corpus: Path, tokenizer: TextTokenizer) -> float:
 
 @torch.inference_mode()
 def main(run: Path, corpus: Path) -> None:
-    checkpoint = read_checkpoint(newest_whole(run, print))
-    config = ModelConfig(**checkpoint["model_config"])
-    model = LM(config).eval()
-    weights = checkpoint["state_dict"].items()
-    model.load_state_dict({name.removeprefix("net."): tensor for name, tensor in weights})
+    path = newest_whole(run, print)
+    checkpoint = read_checkpoint(path)
+    trained = from_checkpoint(checkpoint, path)
+    config, model = trained.config, trained.model().eval()
     tokenizer = TextTokenizer.load(run / "tokenizer.json")
     with (run / "metrics.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -91,7 +91,7 @@ def main(run: Path, corpus: Path) -> None:
             seed=seed, eos_id=tokenizer.eos_id, n_tokens=tokenizer.size,
         )  # fmt: skip
         texts.append(tokenizer.decode(list(ids)))
-    print(f"commit {record['commit']}, {record['device']}, {record['versions']}")
+    print(f"commit {record['commit']}, {record['contract']['device']}, {record['versions']}")
     print(f"steps {checkpoint['global_step']}, starts {len(record['starts'])}")
     print(f"first loss {float(rows[0]['train/loss']):.4f}")
     print(f"validation loss {loss:.4f}, {bits:.4f} bits per byte (all of val.bin, fp32)")

@@ -1,7 +1,8 @@
 """How many tokens a second each trainer learns from, on one model, in one run.
 
-    python benchmarks/throughput.py [--rounds 3] [--cases ours,loop,plain,hf-compiled,litgpt]
-        [--preset small|mini] [--tied] [--accumulate 1] [--precision bf16|fp32] [--json] [--record]
+    python benchmarks/throughput.py [--cases ours,bare,loop,plain,hf,hf-compiled,litgpt]
+        [--rounds 3] [--preset small|mini] [--tied] [--accumulate 1] [--precision bf16|fp32]
+        [--json] [--record]
 
 Every system runs in fresh processes that take turns, `--rounds` times, as it ships and with freed
 memory kept by the allocator (what ours does by itself), on the same tokens; all but nanoGPT, which

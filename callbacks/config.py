@@ -75,10 +75,8 @@ def load_yaml(text: str) -> Any:
     content = yaml.load(text, Loader=Loader)
     if not isinstance(content, dict) or ":" not in text:
         return yaml_load(text)
-    sections = {key: content[key] for key in SECTIONS if isinstance(content.get(key), dict)}
-    for section, keys in sections.items():
-        kept = {k: v for k, v in keys.items() if v is not None or section != "model"}
-        content[section] = kept
+    if isinstance(model := content.get("model"), dict):
+        content["model"] = {k: v for k, v in model.items() if v is not None}
     return {k: v for k, v in content.items() if v is not None or k not in SECTIONS}
 
 

@@ -39,8 +39,8 @@ class Learner(Protocol):
 class Seen:
     """What a run has shown so far."""
 
-    kept = ("logs", "lowest", "best", "loss_at_best", "above_best", "skipped")
-    """What a resumed run knows of its past."""
+    kept = ("lowest", "best", "loss_at_best", "above_best", "skipped")
+    """What a resumed run knows of its past, beside its logs."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -109,7 +109,7 @@ class Seen:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take back what `state` gave."""
-        for name in self.kept[1:]:
+        for name in self.kept:
             setattr(self, name, state[name])
         self.logs.extend((step, loss, rate) for step, loss, rate in state["logs"])
 

@@ -57,7 +57,7 @@ def make_logger(settings: Tracker, root: Path, own: str) -> Logger:
     if importlib.util.find_spec(settings.name) is None:
         raise ValueError(
             f"tracker.name is {settings.name}, but that package is not installed: pip install "
-            f"'relight[{settings.name}]', or leave tracker.name out"
+            f"-e '.[{settings.name}]', or leave tracker.name out"
         )
     root.mkdir(parents=True, exist_ok=True)
     name = settings.run or root.resolve().name

@@ -256,7 +256,8 @@ class Trainer(LightningTrainer):
         if fast_dev_run:
             # Lightning's own would count micro-batches.
             max_steps = val_check_interval = int(fast_dev_run)
-            limit_val_batches, logger = int(fast_dev_run), False
+            logger = False
+            limit_val_batches = 0 if limit_val_batches == 0 else int(fast_dev_run)
         self.asked_precision = precision
         super().__init__(
             precision=cast(Any, choose_precision(str(precision), device_type(accelerator))),

@@ -173,8 +173,8 @@ class LMDataModule(LightningDataModule):
         """
         if self.tokenizer_path is None:
             raise ValueError(
-                f"data.path {self.path} holds token files without a tokenizer, so there is no text "
-                "to read or write; name their tokenizer.json by data.tokenizer"
+                f"{self._first_source.name} holds token files without a tokenizer, so there is no "
+                "text to read or write; name their tokenizer.json by data.tokenizer"
             )
         return TextTokenizer.load(self.tokenizer_path)
 
@@ -190,11 +190,15 @@ class LMDataModule(LightningDataModule):
             counts = [sizes[split] for sizes in each if split in sizes]
             return sum(counts) if len(counts) == len(each) else None
 
-        rows = None
-        if self.rows is not None and self.path is not None:
-            rows = known_rows(str(self.path), self.seq_len, self.rows)
+        tokens, rows = total("train"), None
+        if self.rows is not None:
+            counts = [known_rows(path, self.seq_len, self.rows) for path in self.paths.values()]
+            known = [count for count in counts if count is not None]
+            rows = sum(known) if len(known) == len(counts) else None
+            # Positions of rows are padded too, so tokens alone say nothing of a pass.
+            tokens = None if rows is None else tokens
         return {
-            "data_tokens": total("train"),
+            "data_tokens": tokens,
             "val_tokens": total("val"),
             "tokenizer_size": each[0].get("tokenizer"),
             "epoch_samples": rows,
@@ -236,11 +240,10 @@ class LMDataModule(LightningDataModule):
             self.token_bytes[: len(lengths)] = torch.tensor(lengths)
         if self._validates:
             self.val_samples = [self._samples(source, "val", "fixed") for source in sources]
-        if stage == "fit" or self.eval_train:
-            self.train_samples = self._mixture(self.windows)
         if self.eval_train:
             self.train_eval_samples = self._mixture("fixed")
         if stage == "fit":
+            self.train_samples = self._mixture(self.windows)
             self._given_steps = self._trainer().max_steps
             self._set_length()
             if self._trainer().global_rank == 0:
@@ -331,8 +334,8 @@ class LMDataModule(LightningDataModule):
         # the same samples: rows past them carry no target.
         trainer = self._trainer()
         batches = math.ceil(most / self.micro_batch_size)
-        limit = trainer.limit_val_batches
-        batches = min(batches, limit) if isinstance(limit, int) else math.ceil(batches * limit)
+        if isinstance(limit := trainer.limit_val_batches, int):
+            batches = min(batches, limit)
         samples.end = min(samples.epoch_size, batches * self.micro_batch_size)
         each = math.ceil(batches / trainer.world_size)
         return self._loader(samples, start=0, max_steps=each, accumulate=1, first_sample=0)

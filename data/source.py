@@ -80,12 +80,12 @@ def require(path: str, key: str) -> None:
         if "meta.json" not in missing:
             raise ValueError(
                 f"{lacks} of what its meta.json describes; bring the file back, or make all anew "
-                "by lightning prepare --config FILE"
+                "by lightning prepare"
             )
         raise ValueError(
             f"{lacks}, and data.corpus is not set, so nothing is made up there; bring a folder "
             "with these files, or token files of others (train.bin and val.bin), or have one made "
-            "of Python source by lightning prepare --config FILE --data.corpus python"
+            "of your text by lightning prepare --input FILES --output DIR"
         )
 
 
@@ -128,9 +128,10 @@ def known_sizes(path: str, vocab_size: int, dtype: str | None) -> dict[str, int]
         meta = load_meta(Path(path))
         sizes = {split: meta[split]["tokens"] for split in ("train", "val")}
         return sizes | {"tokenizer": len(meta["token_bytes"])}
-    if not is_foreign(path) or not find_files(path, must_exist=False)["train"]:
+    files = find_files(path, must_exist=False) if is_foreign(path) else {}
+    if not files.get("train"):
         return {}
-    streams = open_files(find_files(path), dtype, vocab_size)
+    streams = open_files(files, dtype, vocab_size)
     return {split: stream.n_tokens for split, stream in streams.items()}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from jaxtyping import Int, Integer, UInt
+from jaxtyping import Int, Integer
 
 from data.memmap import DTYPES
 
@@ -62,12 +62,9 @@ class SplitWriter:
         return [f"{self.split}-{shard:05d}.bin" for shard in range(shards)]
 
     def append(self, ids: Integer[np.ndarray, " N"], ends: Int[np.ndarray, " D"]) -> None:
-        """Add tokens, with the offsets among them at which documents end.
-
-        Raises:
-            ValueError: for an id too large for the type.
-        """
-        narrowed = narrow(ids, self.dtype, self.folder / self.files[-1])
+        """Add tokens, with the offsets among them at which documents end."""
+        narrowed = ids.astype(self.dtype)
+        assert (narrowed == ids).all(), "prepare takes a type that holds every id"
         self._docs.write((self.tokens + ends).astype("<i8").tobytes())
         self.documents += ends.size
         while narrowed.size:
@@ -190,21 +187,6 @@ class Work:
             writer.close()
 
 
-def narrow(ids: Integer[np.ndarray, " N"], dtype: np.dtype, path: Path) -> UInt[np.ndarray, " N"]:
-    """The ids in the type of a token file.
-
-    Raises:
-        ValueError: for an id that the type would wrap into another one.
-    """
-    limit = np.iinfo(dtype).max
-    if ids.size and ids.max() > limit:
-        raise ValueError(
-            f"{path}: id {ids.max()} does not fit {dtype.name}, whose ids are below {limit + 1}: "
-            "write uint32"
-        )
-    return ids.astype(dtype)
-
-
 def write_json(path: Path, content: Any) -> None:
     """Write a file that is whole or not there."""
     part = path.with_name(f"{path.name}.tmp")
@@ -218,10 +200,9 @@ def write_json(path: Path, content: Any) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Return when the names in a folder are on disk."""
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        handle = os.open(folder, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def _open_at(path: Path, n_bytes: int) -> IO[bytes]:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 # Rows of an expert are filled up to a multiple of this. CPU kernels are made anew for each number
 # of rows that they meet, which takes longer than the products; GPUs read 16 bytes at a time.
-ALIGN = {"cpu": 64}
-ALIGN_OTHERS = 8
+ALIGN_CPU, ALIGN_GPU = 64, 8
 
 
 class Place(torch.autograd.Function):
@@ -134,7 +133,7 @@ def arrange(
     end; and how often each was chosen. Shapes do not depend on what is chosen.
     """
     n_choices, device = len(chosen), chosen.device
-    align = ALIGN.get(device.type, ALIGN_OTHERS)
+    align = ALIGN_CPU if device.type == "cpu" else ALIGN_GPU
     # A few rows, as when text is written, are not worth it.
     align = align if n_choices >= align * n_experts else 1
     counts = (chosen.unsqueeze(1) == torch.arange(n_experts, device=device)).sum(0)

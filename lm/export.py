@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lm.hf import architecture, read_folder, to_hf_config, to_hf_weights, write_weights
 from lm.model import ModelConfig
+from lm.plan import WIDEST_HEAD
 from lm.trained import Trained, network
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -331,8 +332,8 @@ def accepted_by(config: ModelConfig, size: int, tokenizer: Tokens | None) -> lis
     """What inference servers will take, and why not where not."""
     kind, head = architecture(config), config.head_size
     vllm = f"vLLM: takes {kind}"
-    if head % 8 or head > 256:
-        vllm += f", but its flash attention no heads of {head} (multiples of 8 up to 256)"
+    if head % 8 or head > WIDEST_HEAD:
+        vllm += f", but its flash attention no heads of {head} (multiples of 8 up to {WIDEST_HEAD})"
     llama = f"llama.cpp: its converter takes {kind}"
     if tokenizer is None:
         llama += ", but needs a tokenizer"

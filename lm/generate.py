@@ -87,9 +87,7 @@ def next_logits(model: LM, ids: list[int], cache: KVCache | None) -> Float[Tenso
         cache = None
     start = max(0, len(ids) - window) if cache is None else cache.length
     context = torch.tensor([ids[start:]], device=model.head_weight.device)
-    # Not by a call of the module: training may have compiled it for the shape of its batches, and
-    # each length of a text would be compiled again.
-    return F.linear(model.model.forward(context, cache)[0, -1], model.head_weight)
+    return F.linear(model.model(context, cache)[0, -1], model.head_weight)
 
 
 def pick(

@@ -1,7 +1,6 @@
 """A model in Hugging Face's form: `config.json`, the names of its weights, and their files."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -308,5 +307,5 @@ def read_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     for file in files:
         weights |= read_safetensors(folder / file)[0]
     # Old exports hold the rotary frequencies, which the configuration tells.
-    weights = {name: t for name, t in weights.items() if not re.search(r"rotary_emb", name)}
+    weights = {name: t for name, t in weights.items() if "rotary_emb" not in name}
     return config, from_hf_weights(weights, config)

@@ -230,8 +230,16 @@ def unknown(run: RunPlan) -> list[str]:
     found = list[str]()
     if run.data_tokens is None:
         figures = "epochs over the data" if run.epochs is None else "steps, tokens, rates, hours"
-        open_figures = [figures, "vocabulary against the tokenizer", "validation windows"]
-        found += [f"{figure}: the data of data.path is not prepared" for figure in open_figures]
+        unknowns = {
+            figures: None,
+            "vocabulary against the tokenizer": run.tokenizer_size,
+            "validation windows": run.val_tokens,
+        }
+        found += [
+            f"{figure}: the data is not prepared, or not here"
+            for figure, size in unknowns.items()
+            if size is None
+        ]
     if run.precision not in MIXED:
         found.append(f"activations: they are counted for {', '.join(MIXED)}, not {run.precision}")
     if run.peak_flops is None:

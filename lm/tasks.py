@@ -19,7 +19,7 @@ def require_lm_eval() -> None:
     for name in ("lm_eval", "transformers"):
         if importlib.util.find_spec(name) is None:
             raise ValueError(
-                f"--tasks needs {name}, which is not installed: pip install 'relight[eval]', or "
+                f"--tasks needs {name}, which is not installed: pip install -e '.[eval]', or "
                 "measure bits per byte by --text"
             )
 

@@ -278,7 +278,7 @@ def test_training_batches_are_evaluated_on_request(windows_folder):
 
 def test_missing_files_without_a_corpus_name_the_command(tmp_path: Path):
     data = LMDataModule(path=str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match=r"lacks train\.bin, .* lightning prepare --config"):
+    with pytest.raises(ValueError, match=r"lacks train\.bin, .* lightning prepare --input"):
         data.prepare_data()
 
 

@@ -121,7 +121,7 @@ def test_tasks_without_lm_eval_are_refused(
 ):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     told = refusal(lightning, run_folder, "--tasks", "lambada")
-    assert "--tasks needs lm_eval, which is not installed: pip install 'relight[eval]'" in told
+    assert "--tasks needs lm_eval, which is not installed: pip install -e '.[eval]'" in told
 
 
 TASK = """task: own_task

@@ -207,15 +207,6 @@ def test_no_autograd_state_leaks_between_ids() -> None:
     assert not torch.is_inference_mode_enabled()
 
 
-def test_a_compiled_trunk_is_not_compiled_again_for_each_length() -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("compiled")
-
-    model = tiny()
-    model.model.compile(backend=refuse)
-    assert len(text(model, [3])) == 9
-
-
 # Borders
 
 

@@ -1,6 +1,7 @@
 """The ledger against its published values."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,7 @@ def test_part_of_a_window_is_a_step():
 
 # What is not known
 
-UNPREPARED = "the data of data.path is not prepared"
+UNPREPARED = "the data is not prepared, or not here"
 ON_DATA = [f"vocabulary against the tokenizer: {UNPREPARED}", f"validation windows: {UNPREPARED}"]
 
 
@@ -366,3 +367,31 @@ def test_checkpoints_that_are_there_are_no_new_need(
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     _, out, _ = lightning("plan", "--json", "--config", run_yaml())
     assert not [line for line in json.loads(out)["warnings"] if "GB are free" in line]
+
+
+def passes(lightning: Lightning, config: Path) -> Any:
+    code, out, err = lightning("plan", "--config", config, "--json")
+    assert code == 0, err
+    return json.loads(out)["epochs"]
+
+
+def test_passes_over_rows_count_samples_of_all_sources(
+    lightning: Lightning, run_yaml: RunYaml, corpus: Path, tmp_path: Path
+):
+    shutil.copytree(corpus, tmp_path / "second")
+    rows = {"data.rows": "split", "data.seq_len": 64}
+    one = passes(lightning, run_yaml(rows))
+    both = {str(corpus): 1, str(tmp_path / "second"): 1}
+    assert one > 0
+    mixed = run_yaml(rows | {"data.path": ..., "data.mixture": both})
+    assert passes(lightning, mixed) == pytest.approx(one / 2)
+
+
+def test_passes_over_rows_without_their_offsets_are_open(
+    lightning: Lightning, run_yaml: RunYaml, corpus: Path, tmp_path: Path
+):
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(corpus / "meta.json", tmp_path / "elsewhere")
+    place = {"data.path": str(tmp_path / "elsewhere")}
+    assert passes(lightning, run_yaml(place)) > 0
+    assert passes(lightning, run_yaml(place | {"data.rows": "split"})) is None

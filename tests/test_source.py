@@ -112,8 +112,8 @@ def test_named_tokenizer_counts_bytes_and_comes_along(
 def test_text_of_files_without_a_tokenizer_is_refused(tmp_path):
     data = open_data(counting(tmp_path), StubTrainer())
     with refused(
-        f"data.path {tmp_path} holds token files without a tokenizer, so there is no text to read "
-        "or write; name their tokenizer.json by data.tokenizer"
+        f"{tmp_path} holds token files without a tokenizer, so there is no text to read or write; "
+        "name their tokenizer.json by data.tokenizer"
     ):
         _ = data.tokenizer
 
@@ -471,3 +471,13 @@ def test_prompts_of_a_run_without_a_tokenizer_are_refused_at_its_start(
     assert code == 2
     assert "name their tokenizer.json by data.tokenizer" in err
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_sources_of_a_mixture_are_prepared_one_by_one(lightning, run_yaml, corpus):
+    mixed = run_yaml({"data.path": ..., "data.mixture": {str(corpus): 1}})
+    code, _, err = lightning("prepare", "--config", mixed)
+    assert code == 2
+    assert err == (
+        "error: data.mixture is given: its folders are prepared one by one, by lightning prepare "
+        "--input FILES --output DIR\n"
+    )

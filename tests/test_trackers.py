@@ -51,7 +51,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_way_out(
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     told = refusal(lightning, run_yaml({"tracker.name": "swanlab"}))
     assert "tracker.name is swanlab, but that package is not installed" in told
-    assert "pip install 'relight[swanlab]'" in told
+    assert "pip install -e '.[swanlab]'" in told
 
 
 def test_an_unknown_tracker_is_refused(lightning: Lightning, run_yaml: RunYaml):

@@ -127,6 +127,10 @@ def test_fast_dev_run_counts_optimizer_steps():
     assert built.loggers == []
 
 
+def test_fast_dev_run_leaves_validation_off_where_it_is_off():
+    assert trainer(fast_dev_run=3, limit_val_batches=0).limit_val_batches == 0
+
+
 def test_fast_dev_run_trains_whole_steps_and_leaves_nothing_behind(run_yaml, lightning, tmp_path):
     config = run_yaml({"trainer.fast_dev_run": 2, "trainer.accumulate_grad_batches": 3})
     code, _, err = lightning("fit", "--config", config)
