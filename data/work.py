@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from jaxtyping import Int, Integer
+from jaxtyping import Int, Integer, UInt
 
 from data.memmap import DTYPES
 
@@ -62,9 +62,12 @@ class SplitWriter:
         return [f"{self.split}-{shard:05d}.bin" for shard in range(shards)]
 
     def append(self, ids: Integer[np.ndarray, " N"], ends: Int[np.ndarray, " D"]) -> None:
-        """Add tokens, with the offsets among them at which documents end."""
-        narrowed = ids.astype(self.dtype)
-        assert (narrowed == ids).all(), "prepare takes a type that holds every id"
+        """Add tokens, with the offsets among them at which documents end.
+
+        Raises:
+            ValueError: for an id too large for the type.
+        """
+        narrowed = narrow(ids, self.dtype, self.folder / self.files[-1])
         self._docs.write((self.tokens + ends).astype("<i8").tobytes())
         self.documents += ends.size
         while narrowed.size:
@@ -185,6 +188,21 @@ class Work:
         """Close the files; what is not whole is cut off when the work goes on."""
         for writer in self.writers.values():
             writer.close()
+
+
+def narrow(ids: Integer[np.ndarray, " N"], dtype: np.dtype, path: Path) -> UInt[np.ndarray, " N"]:
+    """The ids in the type of a token file.
+
+    Raises:
+        ValueError: for an id that the type would wrap into another one.
+    """
+    limit = np.iinfo(dtype).max
+    if ids.size and ids.max() > limit:
+        raise ValueError(
+            f"{path}: id {ids.max()} does not fit {dtype.name}, whose ids are below {limit + 1}: "
+            "write uint32"
+        )
+    return ids.astype(dtype)
 
 
 def write_json(path: Path, content: Any) -> None:

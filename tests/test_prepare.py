@@ -307,6 +307,19 @@ def test_type_is_the_narrowest_that_holds_every_id(n_ids, dtype):
     assert prepare.token_dtype(n_ids) == dtype
 
 
+def test_wide_ids_are_written_little_endian(tmp_path):
+    ids = np.array([5, 69_999])
+    assert work.narrow(ids, np.dtype("<u4"), tmp_path).tobytes().hex() == "050000006f110100"
+
+
+def test_id_that_would_wrap_is_refused():
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        work.narrow(np.array([5, 69_999]), np.dtype("<u2"), Path("t.bin"))
+    assert str(caught.value) == (
+        "t.bin: id 69999 does not fit uint16, whose ids are below 65536: write uint32"
+    )
+
+
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
