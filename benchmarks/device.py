@@ -33,6 +33,8 @@ MEDIUM = {"d_model": 1024, "n_layers": 24, "n_heads": 16, "ffn_dim": 2816}
 BASE = {"d_model": 1536, "n_layers": 18, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 4096}
 LONGEST = 150  # seconds of one item, so that one that hangs leaves time for others
 TOY = {"d_model": 32, "n_layers": 2, "n_heads": 2, "ffn_dim": 48}
+COMPARED_RUN = GPT2_SMALL | {"seq_len": 1024, "micro_batch": 16, "warm_steps": 10, "steps": 30}
+TOY_RUN = TOY | {"seq_len": 16, "micro_batch": 2, "warm_steps": 2, "steps": 2}
 
 
 class Bench:
@@ -71,18 +73,13 @@ class Bench:
 
     def compared(self, name: str) -> dict[str, Any]:
         """Figures of a trainer on 12 × 768 at 1024, all on the same tokens by the same clock."""
-        sizes: dict[str, Any] = (
-            TOY | {"seq_len": 16} if self.dry else GPT2_SMALL | {"seq_len": 1024}
-        )
+        sizes: dict[str, Any] = TOY_RUN if self.dry else COMPARED_RUN
         shape = Shape(
             **sizes,
             n_kv_heads=sizes["n_heads"],
             vocab_size=self.vocab_size,
             tied=ModelConfig().tie_embeddings,
-            micro_batch=2 if self.dry else 16,
             device="cpu" if self.dry else "cuda",
-            warm_steps=2 if self.dry else 10,
-            steps=2 if self.dry else 30,
         )
         got = measure(name, shape, "shipped", self.tokens, self.seconds_left)
         if isinstance(got, str):

@@ -186,20 +186,19 @@ class LMDataModule(LightningDataModule):
         """
         each = [known_sizes(path, self.vocab_size, self.dtype) for path in self.paths.values()]
 
-        def total(split: str) -> int | None:
-            counts = [sizes[split] for sizes in each if split in sizes]
-            return sum(counts) if len(counts) == len(each) else None
-
-        tokens, rows = total("train"), None
-        if self.rows is not None:
-            counts = [known_rows(path, self.seq_len, self.rows) for path in self.paths.values()]
+        def total(counts: list[int | None]) -> int | None:
             known = [count for count in counts if count is not None]
-            rows = sum(known) if len(known) == len(counts) else None
+            return sum(known) if len(known) == len(counts) else None
+
+        tokens, rows = total([sizes.get("train") for sizes in each]), None
+        if self.rows is not None:
+            paths = self.paths.values()
+            rows = total([known_rows(path, self.seq_len, self.rows) for path in paths])
             # Positions of rows are padded too, so tokens alone say nothing of a pass.
             tokens = None if rows is None else tokens
         return {
             "data_tokens": tokens,
-            "val_tokens": total("val"),
+            "val_tokens": total([sizes.get("val") for sizes in each]),
             "tokenizer_size": each[0].get("tokenizer"),
             "epoch_samples": rows,
         }

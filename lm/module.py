@@ -25,7 +25,7 @@ from lm.generate import generate
 from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step
 from lm.model import LM, ModelConfig, plain_keys
 from lm.native import find_compiler, library, native_softmax_step
-from lm.optim import OptimConfig, build_optimizer, use_fused
+from lm.optim import OptimConfig, adamw_settings, build_optimizer, use_fused
 from lm.schedule import warmup_cosine, warmup_steps
 from lm.trained import write_weights_file
 
@@ -487,7 +487,7 @@ class LMModule(LightningModule):
             decays = (optim.weight_decay, 0.0)
             for group, decay in zip(state["param_groups"], decays, strict=True):
                 group |= {"lr": rate, "initial_lr": optim.lr, "weight_decay": decay}
-                group |= {"betas": optim.betas, "eps": optim.eps, "fused": self.fused or None}
+                group |= adamw_settings(optim, self.fused)
         for schedule in checkpoint["lr_schedulers"]:
             groups = len(schedule["base_lrs"])
             schedule |= {"base_lrs": [optim.lr] * groups, "_last_lr": [rate] * groups}

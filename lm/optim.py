@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -89,7 +89,11 @@ def build_optimizer(module: nn.Module, config: OptimConfig, fused: bool) -> torc
     return torch.optim.AdamW(
         parameter_groups(module, config.weight_decay),
         lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=fused or None,  # False would rule that default out too
+        **adamw_settings(config, fused),
     )
+
+
+def adamw_settings(config: OptimConfig, fused: bool) -> dict[str, Any]:
+    """What AdamW is told beside the rate and the decay."""
+    # A fused of False would also rule out torch's default for the device.
+    return {"betas": config.betas, "eps": config.eps, "fused": fused or None}
