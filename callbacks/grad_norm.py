@@ -8,9 +8,9 @@ from typing import Any, Protocol, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from callbacks.trainer import at_step_edge, is_logged
+from lm.gradients import total_norm
 
 # Clipping is no sign: the healthy small run's median norm is 1.3 to 1.6 times its clip all along.
 STUCK = 10.0  # times the clip value
@@ -88,7 +88,7 @@ class GradNorm(Callback):
         for name, parameter in pl_module.named_parameters():
             if parameter.grad is not None:
                 gradients.setdefault(part_of(name), []).append(parameter.grad)
-        self._parts = {part: get_total_norm(found) for part, found in gradients.items()}
+        self._parts = {part: total_norm(found) for part, found in gradients.items()}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

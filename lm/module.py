@@ -22,6 +22,7 @@ from lm.evaluate import bits_per_byte
 from lm.experts import balance_loss, expert_figures
 from lm.flops import flops_per_token
 from lm.generate import generate
+from lm.gradients import total_norm
 from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step
 from lm.model import LM, ModelConfig, plain_keys
 from lm.native import find_compiler, library, native_softmax_step
@@ -325,7 +326,7 @@ class LMModule(LightningModule):
         self._without_targets = self._without_targets + (targets == 0)
         # Undo what the backward passes divided by (DDP adds the world size) and divide rightly.
         scale = (self._divisor * self.trainer.world_size / targets.clamp(min=1)).float()
-        norm = torch.nn.utils.get_total_norm(gradients) * scale
+        norm = total_norm(gradients) * scale
         # Of this step: the norm before clipping, and what turns a raw gradient into that of the
         # token mean.
         self.grad_norm, self.grad_scale = norm, scale
