@@ -17,7 +17,6 @@ from torch import Tensor
 
 from callbacks.checkpoint_files import (
     FOLDER,
-    TEMPORARY,
     checkpoints,
     damage,
     file_name,
@@ -25,10 +24,11 @@ from callbacks.checkpoint_files import (
     read_checkpoint,
     write_checkpoint,
 )
-from callbacks.metrics_csv import resume_logs
+from callbacks.metrics_csv import resume_logs, save_logs
 from callbacks.moments import reach
 from callbacks.run_folder import contract
 from callbacks.trainer import announce, at_step_edge, is_dry_run, validation_follows
+from data.atomic import TEMPORARY
 
 # A resumed run must agree in these and in what the datamodule refuses; other differences are
 # announced, and the new value holds.
@@ -269,9 +269,8 @@ class AtomicCheckpoint(Checkpoint):
         step = trainer.global_step
         if is_dry_run(trainer) or step == self._saved_step:
             return
-        # What the loggers hold of this step must not be lost with a kill after it.
-        for logger in trainer.loggers:
-            logger.save()
+        # Figures up to this step must not be lost with a kill or power failure after it.
+        save_logs(trainer)
         path = Path(trainer.default_root_dir, FOLDER, file_name(step))
         self._saved_step, self._saved_at = step, self._now()
         verify = verify or step == trainer.max_steps

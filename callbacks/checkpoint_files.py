@@ -1,7 +1,6 @@
 """Checkpoint files: found, whole or not there, read without running what is in them."""
 
 import errno
-import os
 import pickle
 import re
 import shutil
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from callbacks.moments import reach, watched
 from callbacks.trainer import announce
+from data.atomic import make_folder, replaced
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d+)\.ckpt")
-TEMPORARY = ".tmp-"
 
 
 def file_name(step: int) -> str:
@@ -158,7 +157,7 @@ def tensor_bytes(value: Any) -> int:
 
 def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     """Make the file appear whole under its final name, durably, or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     needed, free = tensor_bytes(checkpoint), shutil.disk_usage(path.parent).free
     if free < needed:
         raise OSError(
@@ -166,24 +165,11 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
             f"No space left: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free",
             str(path),
         )
-    # In the same folder: only there is the replacement one atomic step, wherever TMPDIR is.
-    temporary = path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
+        with replaced(path, reach) as temporary, temporary.open("wb") as file:
             torch.save(checkpoint, watched(file))
-            file.flush()
-            reach("before fsync")
-            os.fsync(file.fileno())
-        reach("before replace")
-        os.replace(temporary, path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-            # torch's writer hides why the file system refused behind an error of its own.
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            # torch's writer hides the file system's error behind one of its own.
             raise error.__context__ from None
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -11,8 +11,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from callbacks.run_folder import replace_text
 from callbacks.trainer import announce
+from data.atomic import replace_text, sync
 
 
 def resume_logs(trainer: Trainer) -> None:
@@ -20,6 +20,14 @@ def resume_logs(trainer: Trainer) -> None:
     for logger in trainer.loggers:
         if hasattr(logger, "resume_at"):
             cast(Any, logger).resume_at(trainer.global_step)
+
+
+def save_logs(trainer: Trainer) -> None:
+    """Have the loggers put their figures on disk: what follows may rely on them."""
+    for logger in trainer.loggers:
+        logger.save()
+        if hasattr(logger, "sync"):
+            cast(Any, logger).sync()
 
 
 class MetricsCSV(Logger):
@@ -99,6 +107,16 @@ class MetricsCSV(Logger):
         except OSError as error:
             # A full disk must not end a run: what follows may find room again.
             announce(f"warning: {len(self._waiting)} rows not written to {self.path} yet: {error}")
+
+    @rank_zero_only
+    def sync(self) -> None:
+        """Return when the saved rows outlive a power failure."""
+        try:
+            sync(self.path)
+        except FileNotFoundError:
+            pass  # nothing was logged yet
+        except OSError as error:
+            announce(f"warning: {self.path} may lose rows in a power failure: {error}")
 
     def _put(self, row: dict[str, Any]) -> None:
         new = [name for name in row if name not in self._columns]

@@ -18,21 +18,9 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.trackers import KEY, TrackedRun
 from callbacks.trainer import announce, is_dry_run
+from data.atomic import make_folder, replace_text
 
 PACKAGES = ("relight", "torch", "lightning", "numpy", "tokenizers")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file so that a reader finds the old or the new text, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def lock(root: Path) -> TextIO:
@@ -41,7 +29,7 @@ def lock(root: Path) -> TextIO:
     Raises:
         ValueError: another process holds it.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    make_folder(root)
     file = (root / ".lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

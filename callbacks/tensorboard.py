@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard.summary import hparams
 
 from callbacks.trainer import announce
+from data.atomic import sync
 
 # Curves that belong into one picture, under Custom Scalars.
 LAYOUT = {
@@ -66,12 +67,14 @@ class SeamlessTensorBoard(TensorBoardLogger):
         for summary in hparams(plain, {"val/loss": 0.0}):
             writer.add_summary(summary)
 
+    def _files(self) -> list[Path]:
+        return list(Path(self.log_dir).glob("events.out.tfevents.*"))
+
     def _put_in_order(self) -> None:
         # The page reads event files by the time in their names. After a clock was set back the new
         # one would come first, and the purge would be of nothing.
         now = int(time.time())
-        files = sorted(Path(self.log_dir).glob("events.out.tfevents.*"))
-        late = [path for path in files if int(path.name.split(".")[3]) >= now]
+        late = [path for path in sorted(self._files()) if int(path.name.split(".")[3]) >= now]
         for place, path in enumerate(late):
             parts = path.name.split(".")
             parts[3] = f"{now - len(late) + place:010d}"
@@ -97,6 +100,13 @@ class SeamlessTensorBoard(TensorBoardLogger):
         with self._survived():
             if self._experiment is not None:
                 self._experiment.flush()
+
+    @rank_zero_only
+    def sync(self) -> None:
+        """Return when the saved events outlive a power failure."""
+        with self._survived():
+            for path in sorted(self._files())[-1:]:
+                sync(path)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

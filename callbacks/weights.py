@@ -1,18 +1,17 @@
 """Weights alone, beside the checkpoints: for use while the run goes on, and after it."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from callbacks.checkpoint_files import TEMPORARY
 from callbacks.run_folder import contract
 from callbacks.throughput import pause_clock
 from callbacks.trainer import announce, at_step_edge, is_dry_run
+from data.atomic import TEMPORARY, replaced
 
 FILE = "weights.safetensors"
 EXPORTS = "exports"
@@ -48,7 +47,7 @@ class Weights(Callback):
                 "with lightning fit"
             )
         if stage == "fit" and trainer.is_global_zero and not is_dry_run(trainer):
-            for stale in Path(trainer.default_root_dir).glob(f"*{TEMPORARY}*.safetensors"):
+            for stale in Path(trainer.default_root_dir).glob(f"*{TEMPORARY}*"):
                 stale.unlink(missing_ok=True)
 
     def on_train_batch_end(
@@ -67,34 +66,27 @@ class Weights(Callback):
             return
         root = Path(trainer.default_root_dir)
         try:
-            with self._written(trainer, pl_module) as file:
-                os.replace(file, root / FILE)
+            with replaced(root / FILE) as file:
+                self._write(trainer, pl_module, file)
         except Exception as error:  # the checkpoint is there all the same
             announce(f"warning: {root / FILE} not written: {error}")
 
-    @contextmanager
-    def _written(self, trainer: Trainer, pl_module: LightningModule) -> Iterator[Path]:
-        """The weights in a file that is gone afterwards, unless it was moved."""
-        root = Path(trainer.default_root_dir)
-        file = root / f"weights{TEMPORARY}{os.getpid()}.safetensors"
+    def _write(self, trainer: Trainer, pl_module: LightningModule, file: Path) -> None:
         content = {"global_step": trainer.global_step, "contract": contract(trainer)}
-        try:
-            cast(Any, pl_module).write_weights(file, content)
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-            yield file
-        finally:
-            file.unlink(missing_ok=True)
+        cast(Any, pl_module).write_weights(file, content)
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        folder = Path(trainer.default_root_dir, EXPORTS, f"step-{trainer.global_step:08d}")
+        root = Path(trainer.default_root_dir)
+        folder = root / EXPORTS / f"step-{trainer.global_step:08d}"
+        file = root / f".export{TEMPORARY}{os.getpid()}.safetensors"
         state = torch.random.get_rng_state()
         try:
-            with self._written(trainer, pl_module) as file:
-                lines = cast(Any, self.export)(file, folder)
+            self._write(trainer, pl_module, file)
+            lines = cast(Any, self.export)(file, folder)
         except Exception as error:  # training goes on
             announce(f"warning: {folder} not written: {error}")
         else:
             announce(f"exported {lines[0]}")
         finally:
+            file.unlink(missing_ok=True)
             torch.random.set_rng_state(state)

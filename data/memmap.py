@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int, Integer
+
+from data.atomic import replace_text
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 """Types of a file without a header, by the name that configs and `meta.json` use."""
@@ -190,10 +191,6 @@ def _cached_max_id(file: TokenFile) -> int:
     tokens = _unsigned(file.map())
     max_id = max(int(tokens[i : i + CHUNK].max()) for i in range(0, file.n_tokens, CHUNK))
     # Ranks may scan at the same time, and a folder of shared data may be read-only.
-    temporary = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
-        temporary.write_text(json.dumps(state | {"max_id": max_id}), encoding="utf-8")
-        os.replace(temporary, cache)
-    with contextlib.suppress(OSError):
-        temporary.unlink(missing_ok=True)
+        replace_text(cache, json.dumps(state | {"max_id": max_id}))
     return max_id

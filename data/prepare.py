@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import tokenizers
 
+from data.atomic import make_folder, replace_text, sync
 from data.corpus import SourceFile, describe, python_files
 from data.encode import Sources, encode, training_texts
 from data.folder import FILES, FORMAT, load_meta, missing_files, split_fingerprint
@@ -22,7 +23,7 @@ from data.specials import END_OF_TEXT
 from data.texts import BLANK, EMPTY, REPLACED, ReadOptions
 from data.tokenizer import TextTokenizer
 from data.vocabulary import find_tokenizer, train_bpe
-from data.work import SPLITS, Work, sync_folder, write_json
+from data.work import SPLITS, Work
 
 VAL_SHARE = 0.02
 """Share of a corpus's documents, chosen by name, that is kept for validation."""
@@ -188,7 +189,7 @@ def _locked(job: Job, output: Path, progress: bool, again: bool = True) -> dict[
             f"{output} holds token files that prepare did not make, and would be overwritten: name "
             "another folder, or remove them"
         )
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     folder = os.open(output, os.O_RDONLY)
     try:
         # Runs that start together on a missing corpus prepare it once.
@@ -248,7 +249,7 @@ def _prepare(job: Job, work: Work, progress: bool) -> dict[str, Any]:
             if count
         ]
     meta["token_bytes"] = tokenizer.token_bytes().tolist()
-    write_json(work.folder / "meta.json", meta)
+    replace_text(work.folder / "meta.json", json.dumps(meta))
     return meta
 
 
@@ -311,7 +312,7 @@ def _publish(work: Work, output: Path, meta: dict[str, Any]) -> None:
     for path in output.iterdir():
         if TOKEN_FILE.fullmatch(path.name) and path.name.removesuffix(".max_id.json") not in files:
             path.unlink()
-    sync_folder(output)
+    sync(output)
     work.publish(output, [*FILES[1:4:2], *files, *FILES[4:]])
 
 

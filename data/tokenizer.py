@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int
 from tokenizers import Tokenizer, decoders
 
+from data.atomic import replace_text
 from data.specials import (
     EOS_NAMES,
     SPECIAL_NAMES,
@@ -177,7 +178,7 @@ class TextTokenizer:
 
     def save(self, path: Path) -> None:
         """Write the `tokenizer.json`."""
-        path.write_text(self._text, encoding="utf-8", newline="\n")
+        replace_text(path, self._text)
 
     def token_bytes(self) -> Int[np.ndarray, " V"]:
         """UTF-8 bytes that each id stands for; 0 for special and unused ids.

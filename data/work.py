@@ -10,6 +10,7 @@ from typing import IO, Any
 import numpy as np
 from jaxtyping import Int, Integer, UInt
 
+from data.atomic import replace_text, sync
 from data.memmap import DTYPES
 
 SPLITS = ("train", "val")
@@ -170,14 +171,19 @@ class Work:
         """Make what was written so far outlive a kill."""
         for writer in self.writers.values():
             writer.sync()
-        write_json(self.folder / "state.json", self.state)
+        replace_text(self.folder / "state.json", json.dumps(self.state))
 
     def publish(self, output: Path, names: Sequence[str]) -> None:
-        """Move files to where they belong, in order; a kill in between can be made good."""
+        """Move files to where they belong, the last one when all others are durable there.
+
+        A kill in between can be made good.
+        """
         for name in names:
+            if name == names[-1]:
+                sync(output)
             if (self.folder / name).exists():
                 os.replace(self.folder / name, output / name)
-        sync_folder(output)
+        sync(output)
         self.remove()
 
     def remove(self) -> None:
@@ -203,24 +209,6 @@ def narrow(ids: Integer[np.ndarray, " N"], dtype: np.dtype, path: Path) -> UInt[
             "write uint32"
         )
     return ids.astype(dtype)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a file that is whole or not there."""
-    part = path.with_name(f"{path.name}.tmp")
-    with part.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(json.dumps(content))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Return when the names in a folder are on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
 def _open_at(path: Path, n_bytes: int) -> IO[bytes]:

@@ -18,7 +18,6 @@ from callbacks.run_folder import (
     contract,
     filesystem_type,
     lock,
-    replace_text,
     volatile_folder,
 )
 
@@ -68,29 +67,6 @@ def test_lock_names_its_latest_owner_alone(tmp_path):
 def test_lock_makes_the_folder(tmp_path):
     lock(tmp_path / "runs" / "new").close()
     assert (tmp_path / "runs" / "new").is_dir()
-
-
-# Small files
-
-
-def test_replaced_text_leaves_only_the_new_file(tmp_path):
-    path = tmp_path / "run.json"
-    replace_text(path, "old")
-    replace_text(path, "λ new\n")
-    assert path.read_text(encoding="utf-8") == "λ new\n"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_interrupted_replacement_leaves_the_old_text(tmp_path, monkeypatch):
-    def fail(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    path = tmp_path / "run.json"
-    replace_text(path, "old")
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(KeyboardInterrupt):
-        replace_text(path, "new")
-    assert path.read_text(encoding="utf-8") == "old"
 
 
 # Volatile folders
