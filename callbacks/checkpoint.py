@@ -1,29 +1,17 @@
 """When a run is saved, what is kept, and the state it resumes from."""
 
 import functools
-import random
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from torch import Tensor
 
-from callbacks.checkpoint_files import (
-    FOLDER,
-    checkpoints,
-    damage,
-    file_name,
-    newest_whole,
-    read_checkpoint,
-    write_checkpoint,
-)
+from callbacks.checkpoint_files import FOLDER, checkpoints, damage, file_name
+from callbacks.checkpoint_io import AtomicCheckpointIO
+from callbacks.checkpoint_state import random_states, restore_random_states
 from callbacks.metrics_csv import resume_logs, save_logs
 from callbacks.moments import reach
 from callbacks.run_folder import contract
@@ -35,116 +23,6 @@ from data.atomic import TEMPORARY
 FIXED = ("model.config.", "seed_everything")
 # Of the model, but not of what it computes.
 FREE = ("model.config.activation_checkpointing",)
-
-
-class Copies:
-    """Copies of nested plain containers; their tensors lie in buffers that are used again.
-
-    A copy into fresh memory takes three times as long, for its page faults.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple, Tensor] = {}
-
-    def of(self, value: Any, *place: Any) -> Any:
-        """The value as it is now, on the CPU; the copy before it is overwritten."""
-        if isinstance(value, Tensor):
-            buffer = self._buffers.get(place)
-            if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-                buffer = self._buffers[place] = torch.empty_like(value, device="cpu")
-            return buffer.copy_(value)
-        if isinstance(value, dict):
-            return {key: self.of(item, *place, key) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self.of(item, *place, i) for i, item in enumerate(value))
-        return value
-
-
-class AtomicCheckpointIO(CheckpointIO):
-    """Lightning's way to the functions of checkpoint_files.py.
-
-    A save holds up training for a copy; one thread writes it, and a next save waits for it.
-    `last` is resolved here, on rank 0 alone.
-    """
-
-    def __init__(self, trainer: Trainer, check: Callable[[dict[str, Any]], None]) -> None:
-        self.trainer = trainer
-        self.check = check
-        self._copies = Copies()
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._job: Future[None] | None = None
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        try:
-            self.wait()
-            copy = self._copies.of(checkpoint)
-        except (OSError, RuntimeError) as error:
-            # Told by `then`: raised here, it would leave the other ranks waiting at a barrier.
-            self._job = Future()
-            self._job.set_exception(error)
-            return
-        self._job = self._thread.submit(write_checkpoint, copy, Path(path))
-
-    def then(self, finish: Callable[[BaseException | None], None]) -> None:
-        """Call with the error of the write in flight, or None, when it is over."""
-        write = self._job
-        assert write is not None
-        self._job = self._thread.submit(lambda: finish(write.exception()))
-
-    def wait(self) -> None:
-        """Return when nothing is in flight; raises what it raised."""
-        job, self._job = self._job, None
-        if job is not None:
-            job.result()
-
-    def teardown(self) -> None:
-        self.wait()
-
-    def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        found: Path | ValueError = Path(path)
-        if found.is_dir():
-            if self.trainer.is_global_zero:
-                try:
-                    found = newest_whole(found, announce)
-                except ValueError as error:
-                    found = error
-            found = self.trainer.strategy.broadcast(found)
-            if isinstance(found, ValueError):
-                raise ValueError(str(found))
-        checkpoint = read_checkpoint(found)
-        self.check(checkpoint)
-        what = "resuming from" if self.trainer.state.fn == "fit" else "evaluating"
-        announce(f"{what} {found} at step {checkpoint['global_step']}")
-        return checkpoint
-
-    def remove_checkpoint(self, path: Any) -> None:
-        Path(path).unlink(missing_ok=True)
-
-
-def random_states() -> dict[str, Any]:
-    """States of the generators that users' own code may draw from, as plain types."""
-    numpy_state = cast(tuple, np.random.get_state())
-    return {
-        "python": random.getstate(),
-        "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-    }
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Put back what `random_states` took."""
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    if len(states["cuda"]) == torch.cuda.device_count() and states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])
 
 
 class AtomicCheckpoint(Checkpoint):

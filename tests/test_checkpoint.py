@@ -17,12 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from callbacks.checkpoint import (
-    AtomicCheckpoint,
-    AtomicCheckpointIO,
-    random_states,
-    restore_random_states,
-)
+from callbacks.checkpoint import AtomicCheckpoint
 from callbacks.checkpoint_files import (
     checkpoints,
     damage,
@@ -32,6 +27,8 @@ from callbacks.checkpoint_files import (
     tensor_bytes,
     write_checkpoint,
 )
+from callbacks.checkpoint_io import AtomicCheckpointIO
+from callbacks.checkpoint_state import random_states, restore_random_states
 
 ROOT = Path(__file__).parent.parent
 WEIGHT = torch.arange(1000.0)
