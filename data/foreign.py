@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from data.memmap import DTYPES, LLM_C_MAGICS, TokenFile, TokenStream, looks_wide, open_token_file
+from data.not_tokens import refuse_other_kinds
 
 SUFFIXES = (".bin", ".npy")
 WORDS = {"train": {"train", "training"}, "val": {"val", "valid", "validation"}}
@@ -15,6 +16,8 @@ WORDS = {"train": {"train", "training"}, "val": {"val", "valid", "validation"}}
 
 HEADER_BYTES = 1024
 NPY_MAGIC = b"\x93NUMPY"
+# llm.c writes 7 for Llama 3, and 1 was written with that magic too.
+LLM_C_VERSIONS = {20240520: (1,), 20240801: (7, 1)}
 # Of a file without a header, to tell its type.
 HEAD_BYTES = 1 << 21
 
@@ -89,9 +92,11 @@ def open_files(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"data.dtype is {dtype!r}: must be one of {', '.join(DTYPES)}")
     silent = [path for paths in files.values() for path in paths if _kind(path) == "raw"]
+    for path in silent:
+        refuse_other_kinds(path)
     proved = dtype if dtype or not silent else _prove_dtype(silent, vocab_size)
     return {
-        split: TokenStream([_open(path, dtype, proved) for path in paths])
+        split: TokenStream([_open(path, dtype, proved, vocab_size) for path in paths])
         for split, paths in files.items()
         if paths
     }
@@ -132,16 +137,28 @@ def _kind(path: Path) -> str:
     return "llm.c" if int.from_bytes(head[:4], "little") in LLM_C_MAGICS else "raw"
 
 
-def _open(path: Path, given: str | None, proved: str | None) -> TokenFile:
+def _open(path: Path, given: str | None, proved: str | None, vocab_size: int) -> TokenFile:
     kind = _kind(path)
     if kind == "raw":
         assert proved is not None
-        return open_token_file(path, proved)
+        return _open_raw(path, proved, vocab_size)
     file = _open_npy(path) if kind == "npy" else _open_llm_c(path)
     if given is not None and file.dtype.newbyteorder("<") != DTYPES[given]:
         raise ValueError(
             f"{path} is {file.dtype.name} by its header, but data.dtype is {given}: leave "
             "data.dtype out"
+        )
+    return file
+
+
+def _open_raw(path: Path, dtype: str, vocab_size: int) -> TokenFile:
+    file = open_token_file(path, dtype)
+    head = _head(path, HEAD_BYTES)
+    narrow, wide = np.frombuffer(head, "<u2"), np.frombuffer(head[: len(head) // 4 * 4], "<u4")
+    if dtype == "uint32" and (wide >= vocab_size).any() and (narrow < vocab_size).all():
+        raise ValueError(
+            f"{path} looks like uint16 (all ids are below vocab_size {vocab_size}) but is read as "
+            "uint32, which has larger ones: set data.dtype uint16"
         )
     return file
 
@@ -156,10 +173,10 @@ def _open_llm_c(path: Path) -> TokenFile:
             f"than the header's {HEADER_BYTES}: truncated; copy it again"
         )
     magic, version, count = header[:3].tolist()
-    if version != 1:
+    if version not in (known := LLM_C_VERSIONS[magic]):
         raise ValueError(
-            f"{path} has an llm.c header of version {version}: only 1 is known; write it again by "
-            "llm.c's own scripts"
+            f"{path} has an llm.c header (magic {magic}) of version {version}: must be "
+            f"{' or '.join(map(str, known))}; write it again by llm.c's own scripts"
         )
     file = TokenFile(path, DTYPES[LLM_C_MAGICS[magic]], HEADER_BYTES)
     if n_bytes != (should := HEADER_BYTES + count * file.dtype.itemsize):
@@ -212,11 +229,10 @@ def _prove_dtype(paths: Sequence[Path], vocab_size: int) -> str:
     Raises:
         ValueError: where both can be.
     """
-    sizes = [path.stat().st_size for path in paths]
-    if any(size % 4 or size == 0 for size in sizes):
+    if any((size := path.stat().st_size) % 4 or size == 0 for path in paths):
         return "uint16"  # or refused when it is opened
     heads = [_head(path, HEAD_BYTES) for path in (paths[0], paths[-1])]
-    if all(map(looks_wide, heads)):
+    if all(looks_wide(head, 2) for head in heads):
         return "uint32"
     if any((np.frombuffer(head, "<u4") >= vocab_size).any() for head in heads):
         return "uint16"

@@ -25,6 +25,8 @@ BLOCK_BYTES, N_BLOCKS = 4096, 64
 CHUNK = 1 << 20
 # Fewer may be so by chance.
 MIN_PAIRS = 16
+# Upper halves of uint32 ids stay below it: no vocabulary has 4 million ids.
+SMALL_HALF = 64
 # Each mapped file holds a file descriptor, and 1024 is all that many systems give a process.
 MOST_MAPPED = 256
 
@@ -107,13 +109,29 @@ def open_token_file(path: Path, dtype: str = "uint16") -> TokenFile:
     n_bytes, item_size = path.stat().st_size, DTYPES[dtype].itemsize
     if n_bytes == 0:
         raise ValueError(f"{path} is empty (0 tokens): prepare the data again")
+    with path.open("rb") as file:
+        head = file.read(2 * CHUNK)
+    if dtype == "uint16" and looks_wide(head, 2):
+        seen = "every second uint16 is 0 or small"
+        if n_bytes % 4:
+            raise ValueError(
+                f"{path} looks like uint32 ({seen}) but has {n_bytes} bytes, no multiple of 4: "
+                "truncated; copy it again"
+            )
+        raise ValueError(
+            f"{path} looks like uint32 ({seen}) but is read as uint16: name dtype uint32 or "
+            "prepare the data again"
+        )
+    if dtype == "uint32" and looks_wide(head, 4):
+        raise ValueError(
+            f"{path} looks like 64-bit ids (every second uint32 is 0) but is read as uint32: save "
+            f"it anew by np.fromfile({path.name!r}, '<i8').astype('<u4').tofile(...)"
+        )
     if n_bytes % item_size:
         raise ValueError(
             f"{path} has {n_bytes} bytes, no multiple of item size {item_size} ({dtype}): "
             "truncated or other dtype; copy it again or name its dtype"
         )
-    with path.open("rb") as file:
-        head = file.read(2 * CHUNK)
     magic = int.from_bytes(head[:4], "little")
     if magic in LLM_C_MAGICS:
         raise ValueError(
@@ -121,19 +139,20 @@ def open_token_file(path: Path, dtype: str = "uint16") -> TokenFile:
             f"by np.fromfile({path.name!r}, {DTYPES[LLM_C_MAGICS[magic]].str!r}, "
             "offset=1024).tofile(...)"
         )
-    if dtype == "uint16" and looks_wide(head):
-        raise ValueError(
-            f"{path} looks like uint32 (every second uint16 is 0) but is read as uint16: "
-            "name dtype uint32 or prepare the data again"
-        )
     return TokenFile(path, DTYPES[dtype])
 
 
-def looks_wide(head: bytes) -> bool:
-    """Whether the begin of a file makes no sense as uint16: every second one is 0."""
-    pairs = np.frombuffer(head[: len(head) // 4 * 4], "<u2").reshape(-1, 2)
-    enough = len(head) % 4 == 0 and len(pairs) >= MIN_PAIRS
-    return enough and bool(pairs[:, 0].any() and not pairs[:, 1].any())
+def looks_wide(head: bytes, item_size: int) -> bool:
+    """Whether ids at the begin of a file are twice as wide as `item_size` bytes.
+
+    Every second number is then the upper half of an id: 0, or small beside the lower ones. A file
+    that lost some bytes may begin with either.
+    """
+    pairs = np.frombuffer(head[: len(head) // (2 * item_size) * 2 * item_size], f"<u{item_size}")
+    if len(pairs) < 2 * MIN_PAIRS:
+        return False
+    upper, lower = sorted((int(pairs[::2].max()), int(pairs[1::2].max())))
+    return upper == 0 < lower or (item_size == 2 and upper < SMALL_HALF <= lower // 16)
 
 
 def content_fingerprint(path: Path) -> str:

@@ -154,17 +154,50 @@ def test_type_that_content_leaves_open_must_be_named(tmp_path, ids):
     assert read(path, "uint16") == ids.tolist()
 
 
-def test_ids_above_uint16_leave_the_type_open(tmp_path):
+def test_uint32_is_proved_by_upper_halves_that_are_small(tmp_path):
     path = raw(tmp_path / "train.bin", counting(200, 70_000) + 65_400, "<u4")
-    with refused("does not tell its type"):
-        read(path, vocab_size=70_000)
-    assert read(path, "uint32", vocab_size=70_000)[-1] == 65_599
+    assert read(path, vocab_size=70_000)[-1] == 65_599
 
 
 def test_named_type_against_the_content_is_refused(tmp_path):
     path = raw(tmp_path / "train.bin", counting(200), "<u4")
-    with refused(f"{path} looks like uint32 (every second uint16 is 0) but is read as uint16"):
+    with refused(
+        f"{path} looks like uint32 (every second uint16 is 0 or small) but is read as uint16: "
+        "name dtype uint32 or prepare the data again"
+    ):
         read(path, "uint16")
+
+
+def test_uint16_named_uint32_is_refused(tmp_path):
+    path = raw(tmp_path / "train.bin", counting(200))
+    with refused(
+        f"{path} looks like uint16 (all ids are below vocab_size 64) but is read as uint32, which "
+        "has larger ones: set data.dtype uint16"
+    ):
+        read(path, "uint32")
+
+
+@pytest.mark.parametrize("largest", [50, 128_256, 1_000_000])
+@pytest.mark.parametrize("dtype", [None, "uint16"])
+@pytest.mark.parametrize("kept", [slice(-2), slice(2, None)], ids=["end", "begin"])
+def test_uint32_ids_cut_by_two_bytes_are_not_read_as_uint16(tmp_path, largest, dtype, kept):
+    path = raw(tmp_path / "train.bin", np.linspace(0, largest - 1, 500), "<u4")
+    path.write_bytes(path.read_bytes()[kept])
+    with refused(
+        f"{path} looks like uint32 (every second uint16 is 0 or small) but has 1998 bytes, no "
+        "multiple of 4: truncated; copy it again"
+    ):
+        read(path, dtype, vocab_size=largest)
+
+
+@pytest.mark.parametrize("dtype", [None, "uint32"])
+def test_ids_of_64_bits_are_refused(tmp_path, dtype):
+    path = raw(tmp_path / "train.bin", counting(200), "<i8")
+    with refused(
+        f"{path} looks like 64-bit ids (every second uint32 is 0) but is read as uint32: save it "
+        "anew by np.fromfile('train.bin', '<i8').astype('<u4').tofile(...)"
+    ):
+        read(path, dtype)
 
 
 def test_unknown_type_is_refused_with_the_allowed_names(tmp_path):
@@ -188,9 +221,9 @@ def test_empty_file_is_refused(tmp_path):
 # llm.c and modded-nanogpt
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_header_of_llm_c_is_no_token(tmp_path, dtype):
-    path = llm_c(tmp_path / "train.bin", counting(200), dtype)
+@pytest.mark.parametrize(("dtype", "version"), [("uint16", 1), ("uint32", 7), ("uint32", 1)])
+def test_header_of_llm_c_is_no_token(tmp_path, dtype, version):
+    path = llm_c(tmp_path / "train.bin", counting(200), dtype, version)
     assert read(path, vocab_size=60_000) == counting(200).tolist()
 
 
@@ -218,8 +251,11 @@ def test_cut_off_header_is_refused(tmp_path):
 
 
 def test_header_of_another_version_is_refused(tmp_path):
-    path = llm_c(tmp_path / "train.bin", counting(200), version=2)
-    with refused(f"{path} has an llm.c header of version 2: only 1 is known; write it again"):
+    path = llm_c(tmp_path / "train.bin", counting(200), "uint32", version=2)
+    with refused(
+        f"{path} has an llm.c header (magic 20240801) of version 2: must be 7 or 1; write it again "
+        "by llm.c's own scripts"
+    ):
         read(path)
 
 
