@@ -16,6 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.readers import Input
+from data.text_loss import TextLoss
 from data.texts import Note
 from data.tokenizer import TextTokenizer
 from data.work import SPLITS, Work
@@ -120,8 +121,8 @@ def encode(
     assert work.state is not None
     saved, batches = 0, _batches(sources, *work.state["next"])
     with Progress("encode", sources, show) as bar:
-        for batch, rows in _encoded(batches, tokenizer, workers or os.cpu_count() or 1):
-            _write(work, batch, rows, tokenizer, bos)
+        for batch, rows, lost in _encoded(batches, tokenizer, workers or os.cpu_count() or 1):
+            _write(work, batch, rows, lost, tokenizer, bos)
             bar.update(*batch.read, batch.n_bytes)
             saved += batch.n_bytes
             if saved >= PART_BYTES:
@@ -156,22 +157,31 @@ def _batches(sources: Sources, first: int, done: int) -> Iterator[Batch]:
 
 def _encoded(
     batches: Iterator[Batch], tokenizer: TextTokenizer, workers: int
-) -> Iterator[tuple[Batch, list[Sequence[int]]]]:
-    waiting: deque[tuple[Batch, Future[list[Sequence[int]]]]] = deque()
+) -> Iterator[tuple[Batch, list[Sequence[int]], Counter[str]]]:
+    def rows_and_lost(texts: list[str]) -> tuple[list[Sequence[int]], Counter[str]]:
+        rows = tokenizer.encode_batch(texts)
+        return rows, tokenizer.lost(texts, rows)
+
+    waiting: deque[tuple[Batch, Future[tuple[list[Sequence[int]], Counter[str]]]]] = deque()
     with ThreadPoolExecutor(min(workers, MOST_AHEAD)) as pool:
         for batch in batches:
             texts = [document.text for document in batch.documents]
-            waiting.append((batch, pool.submit(tokenizer.encode_batch, texts)))
+            waiting.append((batch, pool.submit(rows_and_lost, texts)))
             if len(waiting) > min(workers, MOST_AHEAD):
-                done, rows = waiting.popleft()
-                yield done, rows.result()
+                done, future = waiting.popleft()
+                yield done, *future.result()
         while waiting:
-            done, rows = waiting.popleft()
-            yield done, rows.result()
+            done, future = waiting.popleft()
+            yield done, *future.result()
 
 
 def _write(
-    work: Work, batch: Batch, rows: list[Sequence[int]], tokenizer: TextTokenizer, bos: bool
+    work: Work,
+    batch: Batch,
+    rows: list[Sequence[int]],
+    lost: Counter[str],
+    tokenizer: TextTokenizer,
+    bos: bool,
 ) -> None:
     assert work.state is not None
     eos_id, bos_id = tokenizer.eos_id, tokenizer.special_id("bos") if bos else None
@@ -190,6 +200,17 @@ def _write(
     for split, writer in work.writers.items():
         writer.append(np.frombuffer(ids[split], np.uint32), np.array(ends[split], np.int64))
         work.state[split] |= {"tokens": writer.tokens, "documents": writer.documents}
+    written = Counter({eos_id: len(batch.documents)})
+    if bos_id is not None:
+        written[bos_id] += len(batch.documents)
+    loss = TextLoss(sum(len(each.text) for each in batch.documents), lost)
+    counts = np.zeros(tokenizer.size, np.int64)
+    for stream in ids.values():
+        counts += np.bincount(np.frombuffer(stream, np.uint32), minlength=tokenizer.size)
+    for token_id, name in tokenizer.odd_tokens.items():
+        loss.tokens[name] = int(counts[token_id]) - written[token_id]
+    total = TextLoss.read(work.state.get("text_loss", {})) + loss
+    work.state["text_loss"] = total.content
     work.state["left_out"] = Counter(work.state["left_out"]) + batch.left_out
     work.state["lowest_share"] = min(work.state["lowest_share"], batch.lowest)
     work.state["next"] = batch.next

@@ -20,6 +20,7 @@ from data.folder import FILES, FORMAT, load_meta, missing_files, split_fingerpri
 from data.foreign import is_foreign
 from data.readers import Input, find_inputs, refuse_twins
 from data.specials import END_OF_TEXT
+from data.text_loss import TextLoss
 from data.texts import BLANK, EMPTY, REPLACED, ReadOptions
 from data.tokenizer import TextTokenizer
 from data.vocabulary import find_tokenizer, train_bpe
@@ -248,6 +249,10 @@ def _prepare(job: Job, work: Work, progress: bool) -> dict[str, Any]:
             for name, count in zip(names, state[split]["sources"], strict=True)
             if count
         ]
+    if (loss := TextLoss.read(state["text_loss"])).warnings:
+        meta["text_loss"] = loss.content
+    if tokenizer.ignored:
+        meta["ignored_settings"] = tokenizer.ignored
     meta["token_bytes"] = tokenizer.token_bytes().tolist()
     replace_text(work.folder / "meta.json", json.dumps(meta))
     return meta
@@ -335,7 +340,9 @@ def summary(meta: dict[str, Any], output: Path) -> list[str]:
     if left:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in left.items())
         lines.append(f"warning: {sum(left.values()):,} left out: {reasons}")
-    return lines
+    if ignored := meta.get("ignored_settings"):
+        lines.append(f"warning: {', '.join(ignored)} of the tokenizer's file: not used")
+    return lines + TextLoss.read(meta.get("text_loss", {})).warnings
 
 
 def is_validation(name: str) -> bool:

@@ -1,6 +1,7 @@
 """Which tokens of a vocabulary end, begin and pad: found by usual names, or told."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,31 @@ def with_told_names(content: dict[str, Any], told: dict[str, str], ids: dict[str
     processors = [*kept, template | {"special_tokens": tokens}]
     content["post_processor"] = {"type": "Sequence", "processors": processors}
     return json.dumps(content, indent=2, ensure_ascii=False)
+
+
+def ignored_settings(content: dict[str, Any]) -> list[str]:
+    """Settings of a tokenizer.json that `neutralize` and its reader turn off, for people."""
+    found = {
+        "dropout": content["model"].get("dropout"),
+        "truncation": (content.get("truncation") or {}).get("max_length"),
+        "padding": content.get("padding") and "on",
+    }
+    return [f"{name} {value}" for name, value in found.items() if value]
+
+
+def neutralize(content: dict[str, Any], special_ids: Collection[int | None]) -> bool:
+    """Make a text have the same ids each time, and none of `special_ids` for what it spells.
+
+    Returns:
+        Whether the content was changed.
+    """
+    changed = bool(content["model"].get("dropout"))
+    if changed:
+        content["model"]["dropout"] = None
+    for token in content.get("added_tokens", []):
+        if token["id"] in special_ids and not token["special"]:
+            token["special"] = changed = True
+    return changed
 
 
 def read_text(path: Path) -> str:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,10 +19,13 @@ from data.specials import (
     EOS_NAMES,
     SPECIAL_NAMES,
     declared_names,
+    ignored_settings,
+    neutralize,
     read_text,
     told_names,
     with_told_names,
 )
+from data.text_loss import keeps_text, lost_characters
 
 # Longer texts are encoded piece by piece.
 PIECE_CHARACTERS = 1 << 18
@@ -35,8 +39,8 @@ SPACES_AT_END = re.compile(r"\\s\+\+?(\(\?!\\S\)|\$|\\z)")
 class TextTokenizer:
     """A `tokenizer.json`, held so that no text is cut, padded or read as a special token.
 
-    Text that spells a special token is encoded letter by letter: an id of the separator always
-    is a separator. Pickles whole.
+    Text that spells a special token, or the eos, bos or pad whatever its mark, is encoded letter by
+    letter where the vocabulary allows it. A text always has the same ids. Pickles whole.
 
     Raises:
         ValueError: where the text is not that of a `tokenizer.json`.
@@ -48,16 +52,21 @@ class TextTokenizer:
         except Exception as error:  # the library raises nothing narrower
             what = f"{source} is not a tokenizer.json of the tokenizers library ({error})"
             raise ValueError(f"{what}: name another file or prepare the data again") from error
+        self._text, self.source = text, source
+        content = json.loads(text)
+        self._told = told_names(content)
+        self.ignored = ignored_settings(content)
+        """Settings of the file that would make encoding random or cut text."""
+        if neutralize(content, {self.special_id(kind) for kind in SPECIAL_NAMES}):
+            self._tokenizer = Tokenizer.from_str(json.dumps(content, ensure_ascii=False))
+        self._content = content
         # It adds special tokens, which nobody asks for, and shifts offsets.
         self._tokenizer.post_processor = None
-        # Files saved for fine-tuning carry truncation and padding that would act in silence.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        self._text, self.source = text, source
-        content = json.loads(text)
         self._can_cut = _splits_from_left(content)
-        self._told = told_names(content)
+        self._keeps_text = keeps_text(content)
         self.size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         """One more than the largest id."""
 
@@ -127,6 +136,25 @@ class TextTokenizer:
         return {i: token for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items()}
 
     @cached_property
+    def unknown_id(self) -> int | None:
+        """The id of what the vocabulary lacks, if it has one."""
+        model = self._content["model"]
+        name = model.get("unk_token")
+        return model.get("unk_id") if name is None else self._tokenizer.token_to_id(name)
+
+    @cached_property
+    def odd_tokens(self) -> dict[int, str]:
+        """Ids that text should not give, each with its key in `TextLoss.tokens`."""
+        odd = {
+            token_id: f"added {added.content}"
+            for token_id, added in self._tokenizer.get_added_tokens_decoder().items()
+            if not added.special and not added.content.isspace()
+        }
+        kinds = {"unk": self.unknown_id} | {k: self.special_id(k) for k in ("pad", "bos", "eos")}
+        names = self.tokens()
+        return odd | {i: f"{kind} {names[i]}" for kind, i in kinds.items() if i is not None}
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the file's content; spacing and the order of keys do not count."""
         canonical = json.dumps(json.loads(self._text), sort_keys=True, separators=(",", ":"))
@@ -166,6 +194,13 @@ class TextTokenizer:
         ids.fromlist(self.encode(text[begin:]))
         return ids
 
+    def lost(self, texts: Sequence[str], rows: Sequence[Sequence[int]]) -> Counter[str]:
+        """Characters of texts that their ids do not hold; an unknown token holds none."""
+        if self._keeps_text:
+            return Counter()
+        kept = [[token_id for token_id in row if token_id != self.unknown_id] for row in rows]
+        return lost_characters(texts, self._tokenizer.decode_batch(kept, skip_special_tokens=False))
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens spelled out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -181,18 +216,27 @@ class TextTokenizer:
         replace_text(path, self._text)
 
     def token_bytes(self) -> Int[np.ndarray, " V"]:
-        """UTF-8 bytes that each id stands for; 0 for special and unused ids.
+        """UTF-8 bytes that each id stands for; 0 for special, unknown and unused ids.
 
         Exact for byte-level vocabularies: over the ids of a text they add up to its bytes. For
         others they leave out what the tokenizer itself drops or adds, such as a first space.
         """
         lengths = np.zeros(self.size, dtype=np.int64)
-        byte_level = '"ByteLevel"' in json.dumps(json.loads(self._text)["decoder"])
+        byte_level = '"ByteLevel"' in json.dumps(self._content["decoder"])
+        model = self._content["model"]
+        prefix = model.get("continuing_subword_prefix") or ""
+        suffix = model.get("end_of_word_suffix") or ""
         for token, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            text = token.removeprefix(prefix)
+            # The end of a word is decoded as a space.
+            text = text.removesuffix(suffix) + " " if suffix and text.endswith(suffix) else text
             # A byte-level vocabulary writes each byte as one character.
-            lengths[token_id] = len(token) if byte_level else _written_bytes(token)
+            lengths[token_id] = len(text) if byte_level else _written_bytes(text)
         for token_id, added in self._tokenizer.get_added_tokens_decoder().items():
             lengths[token_id] = 0 if added.special else len(added.content.encode("utf-8"))
+        for token_id in (self.unknown_id, *map(self.special_id, SPECIAL_NAMES)):
+            if token_id is not None:
+                lengths[token_id] = 0
         return lengths
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:

@@ -535,9 +535,13 @@ def test_summary_counts_documents_and_what_was_left_out(lightning, tmp_path, tok
             "2 blank lines and 1 empty text skipped",
         ],
     )
-    assert err.splitlines()[-2:] == [
+    assert err.splitlines()[-4:] == [
         "warning: 1 documents with invalid UTF-8, replaced by U+FFFD",
         "warning: 2 left out: 1 missing field, 1 field that is no text",
+        "warning: 1 of 5 characters (20.00%; '\ufffd' 1) do not come back from their ids: the "
+        "tokenizer lacks or changes them; take one that holds every byte, such as --tokenizer byte "
+        "or one trained by --vocab_size",
+        "warning: 1 ids are <unk>, the unknown token",
     ]
 
 
