@@ -31,6 +31,9 @@ LINKS = {
 # Said at the end of the help of commands that have options of their own beside a run's.
 OTHERS = "All other options are those of lightning fit, --config first of all."
 
+# Of prepare, in both of its forms.
+OVERWRITE = "--overwrite"
+
 # What has weights.
 TRAINED = "run folder (its newest checkpoint), checkpoint, weights file or export"
 
@@ -146,6 +149,7 @@ def prepare(argv: list[str]) -> None:
         return prepare_input(argv)
     if {"-h", "--help"} & {*argv}:
         print(input_parser().format_help(), "", sep="\n")
+    overwrite, argv = OVERWRITE in argv, [word for word in argv if word != OVERWRITE]
 
     from data.prepare import prepare_corpus, summary
 
@@ -161,7 +165,8 @@ def prepare(argv: list[str]) -> None:
             "a folder with its files, set data.corpus to python or stdlib, or name your text by "
             "lightning prepare --input FILES --output DIR"
         )
-    print_summary(summary(prepare_corpus(data.corpus, data.path, data.vocab_size), data.path))
+    meta = prepare_corpus(data.corpus, data.path, data.vocab_size, overwrite=overwrite)
+    print_summary(summary(meta, data.path))
 
 
 def input_parser() -> argparse.ArgumentParser:
@@ -171,7 +176,8 @@ def input_parser() -> argparse.ArgumentParser:
         usage="lightning prepare --input FILE ... --output DIR [--tokenizer NAME] [--OPTION VALUE]"
         "\n       lightning prepare --config FILE [--KEY VALUE ...]",
         description="Turn text into token files. A killed call goes on when it is given again.",
-        epilog="With --config, the corpus named by data.corpus is prepared at data.path.",
+        epilog="With --config, the corpus named by data.corpus is prepared at data.path; "
+        f"{OVERWRITE} works there too.",
     )
     add = parser.add_argument
     kinds = ".jsonl, .json (an object a line), .txt, also .gz or .zst; .parquet; hf:NAME[:SPLIT]"
@@ -198,6 +204,8 @@ def input_parser() -> argparse.ArgumentParser:
     add("--eos", metavar="TOKEN", help="name of the token that ends a document")
     add("--pad", metavar="TOKEN", help="name of the token that pads rows")
     add("--shard_tokens", type=int, metavar="N", help="tokens of a file; unset: one file a split")
+    words = "replace files in the output folder that were not made from the same inputs"
+    add(OVERWRITE, action="store_true", help=words)
     add("--workers", type=int, metavar="N", help="threads that encode (all cores)")
     return parser
 
@@ -205,15 +213,15 @@ def input_parser() -> argparse.ArgumentParser:
 def prepare_input(argv: list[str]) -> None:
     """Turn the files that a command line names into token files."""
     options = vars(input_parser().parse_args(argv))
-    inputs, output, workers = (options.pop(name) for name in ("input", "output", "workers"))
+    inputs, output = options.pop("input"), Path(options.pop("output"))
+    how = {name: options.pop(name) for name in ("overwrite", "workers")}
 
     from data.prepare import Settings, prepare_files, summary
     from data.texts import ReadOptions
 
     read = {name: options.pop(name) for name in ("field", "split_documents", "encoding_errors")}
     settings = Settings(read=ReadOptions(**read), **options)
-    meta = prepare_files(inputs, Path(output), settings, workers=workers)
-    print_summary(summary(meta, Path(output)))
+    print_summary(summary(prepare_files(inputs, output, settings, **how), output))
 
 
 def print_summary(lines: list[str]) -> None:

@@ -216,7 +216,7 @@ class LMDataModule(LightningDataModule):
             elif missing := missing_files(Path(path)):
                 if "meta.json" not in missing:
                     require(path, "data.path is")
-                prepare_corpus(self.corpus, Path(path), self.vocab_size, again=False)
+                prepare_corpus(self.corpus, Path(path), self.vocab_size, made_already=True)
 
     def _open_sources(self) -> list[Source]:
         self.sources = {

@@ -20,7 +20,7 @@ Token files of shards are `train-00000.bin` and on, which `meta.json` lists.
 META_KEYS = {"format", "dtype", "byte_order", "vocab_size", "special_ids", "token_bytes"}
 META_KEYS |= {"tokenizer_fingerprint", "corpus", "train", "val"}
 SPLIT_KEYS = {"files", "tokens", "documents", "bytes", "fingerprint"}
-AGAIN = "prepare the data again by lightning prepare"
+AGAIN = "prepare the data again by lightning prepare --overwrite"
 
 
 def split_fingerprint(paths: Sequence[Path]) -> str:

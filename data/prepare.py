@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import os
-import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from data.atomic import make_folder, replace_text, sync
 from data.corpus import SourceFile, describe, python_files
 from data.encode import Sources, encode, training_texts
 from data.folder import FILES, FORMAT, load_meta, missing_files, split_fingerprint
-from data.foreign import is_foreign
+from data.ownership import TOKEN_FILE, WORK, finished
 from data.readers import Input, find_inputs, refuse_twins
 from data.specials import END_OF_TEXT
 from data.text_loss import TextLoss
@@ -29,8 +29,6 @@ from data.work import SPLITS, Work
 VAL_SHARE = 0.02
 """Share of a corpus's documents, chosen by name, that is kept for validation."""
 
-WORK = ".work"
-TOKEN_FILE = re.compile(r"(train|val)(-\d{5})?\.bin(\.max_id\.json)?")
 BOS = "<|bos|>"
 
 
@@ -101,12 +99,20 @@ class Job:
         }
         return json.loads(json.dumps(known))
 
+    def softer(self) -> dict[str, Any]:
+        """The identity under settings that give the same result where nothing was left out."""
+        identity = self.identity()
+        settings = identity["settings"] | {"on_bad_row": "stop"}
+        settings["read"] = settings["read"] | {"encoding_errors": "strict"}
+        return identity | {"settings": settings}
+
 
 def prepare_files(
     inputs: Sequence[str],
     output: Path,
     settings: Settings,
     *,
+    overwrite: bool = False,
     workers: int | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -116,6 +122,7 @@ def prepare_files(
     without `meta.json` in which the same call goes on. Memory does not grow with the input.
 
     Args:
+        overwrite: replace files in the folder that are not of the same inputs and settings.
         workers: threads that encode, all cores if None; the result does not depend on it. Heeded
             in full by a process that has not encoded yet.
         progress: a bar on a terminal, lines elsewhere, on stderr.
@@ -124,7 +131,8 @@ def prepare_files(
         What `meta.json` holds. `bytes` are UTF-8 bytes of text, separators not counted.
 
     Raises:
-        ValueError: for inputs or settings that cannot be, a bad row, or a split without text.
+        ValueError: for inputs or settings that cannot be, a bad row, a split without text, or a
+            folder that holds other files.
     """
     if workers is not None:
         if workers < 1:
@@ -150,11 +158,17 @@ def prepare_files(
         tokenizer=tokenizer.named(eos=settings.eos, pad=settings.pad) if tokenizer else None,
         workers=workers,
     )
-    return _locked(job, output, progress)
+    return _locked(job, output, progress, overwrite=overwrite)
 
 
 def prepare_corpus(
-    corpus: str, output: Path, vocab_size: int, *, again: bool = True, progress: bool = True
+    corpus: str,
+    output: Path,
+    vocab_size: int,
+    *,
+    overwrite: bool = False,
+    progress: bool = True,
+    made_already: bool = False,
 ) -> dict[str, Any]:
     """Train a tokenizer on a corpus and write it as token files, as `prepare_files` does.
 
@@ -162,12 +176,12 @@ def prepare_corpus(
 
     Args:
         vocab_size: ids at most; a small corpus gives fewer.
-        again: prepare although the set is whole; False takes the one that another process made
-            in the meantime.
+        overwrite: replace files in the folder that are not of the same inputs and settings.
+        made_already: take any whole corpus, such as one that another process made meanwhile.
 
     Raises:
         ValueError: for an unknown corpus, a vocabulary below the 256 bytes and the separator,
-            or a split without text.
+            a split without text, or a folder that holds other files.
     """
     found: list[tuple[str | None, Input]] = []
     for name, path in python_files(corpus):
@@ -179,27 +193,28 @@ def prepare_corpus(
         corpus=describe(corpus),
         tokenizer=None,
     )
-    return _locked(job, output, progress, again)
+    return _locked(job, output, progress, overwrite=overwrite, made_already=made_already)
 
 
-def _locked(job: Job, output: Path, progress: bool, again: bool = True) -> dict[str, Any]:
+def _locked(
+    job: Job, output: Path, progress: bool, *, overwrite: bool, made_already: bool = False
+) -> dict[str, Any]:
     if job.tokenizer is not None:
         _check_tokenizer(job.tokenizer, job.settings)
-    if output.is_dir() and is_foreign(str(output)):
-        raise ValueError(
-            f"{output} holds token files that prepare did not make, and would be overwritten: name "
-            "another folder, or remove them"
-        )
     make_folder(output)
     folder = os.open(output, os.O_RDONLY)
     try:
         # Runs that start together on a missing corpus prepare it once.
         fcntl.flock(folder, fcntl.LOCK_EX)
-        if not again and not missing_files(output):
+        if made_already and not missing_files(output):
             return load_meta(output)
-        settings = {**job.identity()["settings"], "on_bad_row": "stop"}
-        settings["read"] = {**settings["read"], "encoding_errors": "strict"}
-        work = Work(output / WORK, job.identity(), {"settings": settings})
+        made_from, softer = _made_from(job.identity()), _made_from(job.softer())
+        meta = None if overwrite else finished(output, made_from, softer, job.tokenizer)
+        if meta is not None:
+            if progress:
+                print(f"nothing to do: {output} is prepared from the same inputs", file=sys.stderr)
+            return meta
+        work = Work(output / WORK, job.identity(), job.softer())
         try:
             meta = work.meta or _prepare(job, work, progress)
         except ValueError:
@@ -212,6 +227,12 @@ def _locked(job: Job, output: Path, progress: bool, again: bool = True) -> dict[
         return meta
     finally:
         os.close(folder)
+
+
+def _made_from(identity: dict[str, Any]) -> dict[str, Any]:
+    """An identity as `meta.json` keeps it: the list of inputs, which may be long, as its digest."""
+    inputs = json.dumps(identity["inputs"]).encode("utf-8")
+    return identity | {"inputs": hashlib.sha256(inputs).hexdigest()}
 
 
 def _prepare(job: Job, work: Work, progress: bool) -> dict[str, Any]:
@@ -235,6 +256,7 @@ def _prepare(job: Job, work: Work, progress: bool) -> dict[str, Any]:
         "bos_stored": settings.bos,
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "corpus": job.corpus,
+        "made_from": _made_from(job.identity()),
         "left_out": dict(state["left_out"]),
         "sources": {},
     }

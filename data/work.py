@@ -118,8 +118,7 @@ class Work:
 
     Args:
         job: what the result depends on.
-        softer: settings of the job by which it may differ from the one that was begun, with the
-            value that one had: nothing was left out under it.
+        softer: the same job as it may have been begun: under settings that left nothing out.
     """
 
     def __init__(self, folder: Path, job: dict[str, Any], softer: dict[str, Any]) -> None:
@@ -127,9 +126,8 @@ class Work:
         self.state: dict[str, Any] | None = None
         self.writers: dict[str, SplitWriter] = {}
         known = _load(folder / "state.json")
-        same = known is not None and (known["job"] == job or known["job"] == job | softer)
         # The tokenizer was there before the state, and leaves only when all is written.
-        if known is not None and same:
+        if known is not None and known["job"] in (job, softer):
             self.state = known | {"job": job}
         elif folder.exists():
             shutil.rmtree(folder)

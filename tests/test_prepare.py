@@ -78,17 +78,18 @@ def tok(tmp_path):
 def make(tmp_path, tok):
     """Factory: prepares the content of files by name; returns what `meta.json` holds.
 
-    Validates on a file of one row, "z", unless told otherwise.
+    Validates on a file of one row, "z", unless told otherwise. Replaces an older set.
     """
 
-    def run(files: dict[str, bytes], **changes) -> dict:
+    def run(files: dict[str, bytes], overwrite=True, **changes) -> dict:
         options = {"tokenizer": str(tok), "val_input": [str(tmp_path / "val.jsonl")], **changes}
         for name, content in {"val.jsonl": b'{"text":"z"}', **files}.items():
             path = tmp_path / name
             if not path.is_file() or path.read_bytes() != content:
                 path.write_bytes(content)
         names = [str(tmp_path / name) for name in files]
-        return prepare_files(names, tmp_path / "o", Settings(**options), progress=False)
+        settings = Settings(**options)
+        return prepare_files(names, tmp_path / "o", settings, overwrite=overwrite, progress=False)
 
     return run
 
@@ -175,7 +176,7 @@ def test_same_corpus_gives_the_same_files(output, sources, tmp_path):
 
 def test_set_that_is_whole_is_taken_where_it_may_be(output, sources):
     before = (output / "meta.json").stat().st_mtime_ns
-    assert prepare.prepare_corpus("tiny", output, 270, again=False) == load_meta(output)
+    assert prepare.prepare_corpus("tiny", output, 999, made_already=True) == load_meta(output)
     assert (output / "meta.json").stat().st_mtime_ns == before
 
 
@@ -194,7 +195,7 @@ def test_small_batches_write_the_same_tokens(output, sources, tmp_path, monkeypa
 def test_failed_run_leaves_the_older_set_and_no_work(output, sources):
     before = _files(output)
     with pytest.raises(ValueError, match="at least 257"):
-        prepare.prepare_corpus("tiny", output, 256, progress=False)
+        prepare.prepare_corpus("tiny", output, 256, overwrite=True, progress=False)
     assert _files(output) == before
 
 
@@ -906,19 +907,6 @@ def test_line_of_50_megabytes_works(tmp_path):
     assert tokenizer.decode(ids) == f"{text}<|endoftext|>abc<|endoftext|>"
     assert ids[:600] == tokenizer.encode(text[:13000])[:600]
     assert memory < 700
-
-
-def test_token_files_of_others_are_not_overwritten(tmp_path):
-    others = tmp_path / "nanogpt" / "train.bin"
-    others.parent.mkdir()
-    others.write_bytes(b"\x05\x00" * 9)
-    with pytest.raises(ValueError, match="did not make") as refusal:
-        prepare.prepare_corpus("stdlib", others.parent, 300, progress=False)
-    assert str(refusal.value) == (
-        f"{others.parent} holds token files that prepare did not make, and would be overwritten: "
-        "name another folder, or remove them"
-    )
-    assert others.read_bytes() == b"\x05\x00" * 9
 
 
 def test_preparing_own_text_does_not_load_torch():
