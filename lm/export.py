@@ -1,5 +1,6 @@
 """A trained model as a folder that other libraries load: written whole, compared, or not there."""
 
+import glob
 import importlib
 import importlib.util
 import json
@@ -7,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -15,7 +17,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lm.hf import architecture, read_folder, to_hf_config, to_hf_weights, write_weights
+from lm.hf import (
+    INDEX,
+    WEIGHTS,
+    architecture,
+    read_folder,
+    to_hf_config,
+    to_hf_weights,
+    write_weights,
+)
 from lm.model import ModelConfig
 from lm.plan import WIDEST_HEAD
 from lm.trained import Trained, network
@@ -25,6 +35,11 @@ TOLERANCE = 1e-4  # of logits in fp32, as a share of the largest where that is a
 # Share of positions at which experts may be others, for their probabilities are as good as equal.
 TIES = 0.01
 MOST_POSITIONS = 1024  # that logits are compared at
+# The line by which an export is known, and the names of its files.
+EXPORTED = "Exported by Relight"
+FILES = ("config.json", "generation_config.json", WEIGHTS, INDEX, "README.md")
+FILES += ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+SHARDS = "model-?????-of-?????.safetensors"
 PROBE = "def main(argument):\n    return 'été 漢字 🙂'  # 1 + 1\n"
 
 
@@ -111,37 +126,66 @@ def export(
 
 
 def check_place(output: Path, overwrite: bool) -> None:
-    """Find out before any work whether the folder may be written.
+    """Find out before any work whether the folder may be written: an empty one always.
 
     Raises:
         ValueError: something is there that is not to be replaced.
     """
+    if output.is_dir() and not any(output.iterdir()):
+        if output.is_mount():
+            raise ValueError(f"--output {output} is a mount point: give a folder inside it")
+        return
     if not output.exists():
         return
+    if not is_export(output):
+        raise ValueError(
+            f"--output {output} exists and is not a folder that lightning export wrote: give "
+            "another one"
+        )
     if not overwrite:
         raise ValueError(
             f"--output {output} exists; give another one, or --overwrite to replace it"
         )
-    if not (output / "config.json").is_file() or not list(output.glob("model*.safetensors")):
+    if others := sorted(p.name for p in output.iterdir() if not is_own_name(p)):
         raise ValueError(
-            f"--output {output} is no exported model, so --overwrite does not replace it; give "
-            "another folder"
+            f"--output {output} holds {', '.join(others)}, which no export writes and --overwrite "
+            "would delete: move it away, or give another folder"
         )
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a folder is one that `export` wrote, by the line in its card."""
+    try:
+        return EXPORTED in (folder / "README.md").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def is_own_name(path: Path) -> bool:
+    """Whether `export` writes files of this name."""
+    return path.is_file() and (path.name in FILES or fnmatch(path.name, SHARDS))
 
 
 @contextmanager
 def whole_folder(output: Path, needed: int, overwrite: bool) -> Iterator[Path]:
     """A folder to fill, which appears under its name when the block ends well and else is gone."""
-    output = output.absolute()
+    output = output.resolve()
+    missing = [folder for folder in output.parents if not folder.exists()]
     output.parent.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
     free = shutil.disk_usage(output.parent).free
     if free < needed:
         raise OSError(
             f"No space left for {output}: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free"
         )
-    for stale in output.parent.glob(f".{output.name}.tmp-*"):
-        if not runs(int(stale.name.rpartition("-")[2])):
+    for stale in output.parent.glob(f".{glob.escape(output.name)}.tmp-*"):
+        number = stale.name.rpartition("-")[2]
+        if number.isdecimal() and not runs(int(number)):
+            if not output.exists() and (stale / "old").exists():
+                (stale / "old").rename(output)  # a kill came between the two renames
             shutil.rmtree(stale, ignore_errors=True)
+    check_place(output, overwrite)
     place = output.with_name(f".{output.name}.tmp-{os.getpid()}")
     folder, old = place / "new", place / "old"
     folder.mkdir(parents=True)
@@ -236,7 +280,7 @@ def model_card(trained: Trained, dtype: str, n_bytes: int, vocab_size: int) -> s
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
-        f"Exported by Relight {version('relight')}.\n\n| | |\n|---|---|\n{table}\n\n"
+        f"{EXPORTED} {version('relight')}.\n\n| | |\n|---|---|\n{table}\n\n"
         "```python\nfrom transformers import pipeline\n\n"
         'print(pipeline("text-generation", ".")("def main("))\n```\n'
     )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ MODEL_TYPES = {
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DEFAULT_THETA = {"MixtralForCausalLM": 1e6}
 DEFAULT_EPS = {"MixtralForCausalLM": 1e-5}
@@ -169,7 +171,7 @@ def to_hf_weights(
     """
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in (EMBEDDING, HEAD):
             found[name] = tensor[:vocab_size]
         elif ".mlp.gate." in name or ".mlp.experts." in name:
             found |= _split(name, tensor, architecture(config))
@@ -192,10 +194,10 @@ def _split(name: str, tensor: Tensor, kind: str) -> dict[str, Tensor]:
 
 
 def from_hf_weights(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The inverse of `to_hf_weights`; a second name of a tied matrix is dropped."""
+    """The inverse of `to_hf_weights`; a tied matrix may be there under either name or both."""
     found = dict(weights)
-    if config.tie_embeddings:
-        found.pop("lm_head.weight", None)
+    if config.tie_embeddings and (head := found.pop(HEAD, None)) is not None:
+        found.setdefault(EMBEDDING, head)
     if config.n_experts is None:
         return found
     place, gate, up, down = EXPERT_NAMES[architecture(config)]
@@ -294,10 +296,11 @@ def read_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         ValueError: of a file or a model that cannot be taken.
     """
     config = from_hf_config(read_json(folder / "config.json"), folder / "config.json")
-    if (folder / INDEX).is_file():
-        files = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
-    elif (folder / WEIGHTS).is_file():
+    # In transformers' order: an index beside one whole file is left over from an older save.
+    if (folder / WEIGHTS).is_file():
         files = [WEIGHTS]
+    elif (folder / INDEX).is_file():
+        files = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
     else:
         raise ValueError(
             f"{folder} holds no {WEIGHTS} and no {INDEX}: weights are read as safetensors only; "
@@ -308,4 +311,8 @@ def read_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         weights |= read_safetensors(folder / file)[0]
     # Old exports hold the rotary frequencies, which the configuration tells.
     weights = {name: t for name, t in weights.items() if "rotary_emb" not in name}
+    both = weights.get(EMBEDDING), weights.get(HEAD)
+    if config.tie_embeddings and both[0] is not None and both[1] is not None:
+        # Where the two differ, transformers uses each for its own, whatever config.json says.
+        config = replace(config, tie_embeddings=torch.equal(both[0], both[1]))
     return config, from_hf_weights(weights, config)

@@ -55,21 +55,39 @@ def machine(compiler: str) -> str:
     return "\n".join([version.stdout, *platform.libc_ver(), *FLAGS, *cpu])
 
 
-def build(compiler: str, path: Path) -> None:
-    """Put the built kernels there, whole.
+def build(compiler: str, folder: Path, name: str) -> Path:
+    """Put the built kernels into a folder, whole, under a name that tells their digest.
 
     Raises:
         OSError: the compiler refuses; the text says which and why.
     """
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        built = Path(folder) / path.name
+    with tempfile.TemporaryDirectory(dir=folder) as private:
+        built = Path(private) / "softmax.so"
         command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["it says nothing"]
             raise OSError(f"{compiler} cannot build {SOURCE.name}: {lines[0]}")
+        # On disk before its name is: a power failure would else leave an empty file.
+        with built.open("rb") as file:
+            os.fsync(file.fileno())
         # Several processes may build at once: each puts a whole file in place.
-        built.replace(path)
+        return built.replace(folder / f"{name}-{digest(built)}.so")
+
+
+def digest(path: Path) -> str:
+    """What a file's content is told by."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def find_built(folder: Path, name: str) -> ctypes.CDLL | None:
+    """Kernels that were built before; damaged files are removed."""
+    for path in folder.glob(f"{name}-*.so"):
+        # To load a file that was cut short can kill the process.
+        if path.stem == f"{name}-{digest(path)}":
+            return ctypes.CDLL(str(path))
+        path.unlink(missing_ok=True)
+    return None
 
 
 @functools.cache
@@ -83,15 +101,12 @@ def library() -> ctypes.CDLL:
     if compiler is None:
         raise OSError(f"no C++ compiler ({', '.join(COMPILERS)}) is on the path")
     facts = SOURCE.read_text(encoding="utf-8") + machine(compiler)
-    name = f"softmax-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
+    name = f"softmax-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
     folder = cache_folder()
     if folder is None:
         with tempfile.TemporaryDirectory() as private:
-            build(compiler, Path(private, name))
-            return ctypes.CDLL(str(Path(private, name)))
-    if not (folder / name).exists():
-        build(compiler, folder / name)
-    return ctypes.CDLL(str(folder / name))
+            return ctypes.CDLL(str(build(compiler, Path(private), name)))
+    return find_built(folder, name) or ctypes.CDLL(str(build(compiler, folder, name)))
 
 
 def native_softmax_step(

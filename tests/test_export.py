@@ -132,20 +132,79 @@ def test_sample_reads_an_exported_folder(lightning: Lightning, run_folder: Path,
 # What must not happen
 
 
-def test_what_exists_is_replaced_only_when_asked_and_only_an_export(
-    lightning: Lightning, run_folder: Path, exported: Path, tmp_path: Path
+def test_an_export_is_replaced_only_when_asked(
+    lightning: Lightning, run_folder: Path, exported: Path
 ):
-    words = ("export", "--ckpt_path", run_folder, "--output")
-    assert "exists; give another one, or --overwrite" in refusal(lightning, *words, exported)
-    (exported / "mark").touch()
-    assert lightning(*words, exported, "--overwrite")[0] == 0
-    assert not (exported / "mark").exists()
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "notes.txt").touch()
-    told = refusal(lightning, *words, other, "--overwrite")
-    assert "is no exported model, so --overwrite does not replace it" in told
-    assert (other / "notes.txt").exists()
+    words = ("export", "--ckpt_path", run_folder, "--output", exported)
+    assert refusal(lightning, *words) == (
+        f"error: --output {exported} exists; give another one, or --overwrite to replace it"
+    )
+    (exported / "config.json").write_text("{}")
+    assert lightning(*words, "--overwrite")[0] == 0
+    assert json.loads((exported / "config.json").read_text())["architectures"]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder as `export` writes it, each file empty but for the card's line."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name in (*exporting.FILES, "model-00001-of-00002.safetensors"):
+        (folder / name).write_text("Exported by Relight 0.1." if name == "README.md" else "")
+    return folder
+
+
+def refused_place(place: Path, overwrite: bool) -> str:
+    with pytest.raises(ValueError, match="--output") as caught:
+        exporting.check_place(place, overwrite)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", ".git", "model.safetensors.bak", "adapter/w"])
+def test_what_is_not_its_own_is_never_deleted(place: Path, name: str):
+    exporting.check_place(place, True)
+    (place / name).parent.mkdir(exist_ok=True)
+    (place / name).touch()
+    assert refused_place(place, True) == (
+        f"--output {place} holds {name.split('/')[0]}, which no export writes and --overwrite "
+        "would delete: move it away, or give another folder"
+    )
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("card", [None, "A model of others.", b"\xff"])
+def test_a_model_of_others_is_left_alone(place: Path, card: str | bytes | None, overwrite: bool):
+    (place / "README.md").unlink()
+    if card is not None:
+        (place / "README.md").write_bytes(card if isinstance(card, bytes) else card.encode())
+    assert refused_place(place, overwrite) == (
+        f"--output {place} exists and is not a folder that lightning export wrote: give another one"
+    )
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_is_no_folder_to_replace(tmp_path: Path, overwrite: bool):
+    (tmp_path / "out").touch()
+    assert "out exists and is not a folder" in refused_place(tmp_path / "out", overwrite)
+
+
+def test_an_empty_folder_is_filled_and_a_link_to_it_stays(
+    lightning: Lightning, run_folder: Path, tmp_path: Path
+):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    words = ("export", "--ckpt_path", run_folder, "--output", tmp_path / "link")
+    code, _, err = lightning(*words)
+    assert code == 0, err
+    assert (tmp_path / "real/config.json").is_file()
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_mount_point_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    assert refused_place(tmp_path, False) == (
+        f"--output {tmp_path} is a mount point: give a folder inside it"
+    )
 
 
 def test_weights_that_are_not_finite_are_named(
@@ -183,6 +242,19 @@ def test_what_a_killed_export_left_is_swept(lightning: Lightning, run_folder: Pa
     stale.mkdir()
     code, _, err = lightning("export", "--ckpt_path", run_folder, "--output", tmp_path / "out")
     assert code == 0, err
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_an_export_set_aside_by_a_killed_one_comes_back(
+    lightning: Lightning, run_folder: Path, exported: Path, tmp_path: Path
+):
+    stale = tmp_path / ".out.tmp-999999999"
+    stale.mkdir()
+    exported.rename(stale / "old")
+    words = ("export", "--ckpt_path", run_folder, "--output", exported)
+    code, _, err = lightning(*words)
+    assert (code, (exported / "config.json").is_file()) == (2, True), err
+    assert "exists; give another one, or --overwrite" in err
     assert not list(tmp_path.glob(".out*"))
 
 

@@ -230,3 +230,40 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path):
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match=r"config\.json is damaged"):
         from_folder(tmp_path)
+
+
+def test_a_tied_matrix_may_be_there_as_the_head_alone(tmp_path: Path):
+    write(network("llama"), tmp_path)
+    expected, weights = read_folder(tmp_path)[1], load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = from_folder(tmp_path).weights
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_a_head_beside_a_tied_matrix_counts_where_it_differs(tmp_path: Path, differ: bool):
+    write(network("llama"), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + float(differ)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ids = torch.arange(20)[None]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    found = from_folder(tmp_path)
+    assert found.config.tie_embeddings is not differ
+    with torch.no_grad():
+        torch.testing.assert_close(found.model().eval()(ids), theirs(ids).logits)
+
+
+@pytest.mark.parametrize("newer", ["file", "index"])
+def test_one_whole_file_counts_before_an_index_of_shards(tmp_path: Path, newer: str):
+    first, second = network("llama"), network("llama")
+    with torch.no_grad():
+        second.model.norm.weight.add_(1)
+    for model, most_bytes in ((first, 5e4), (second, 5e9))[:: 1 if newer == "file" else -1]:
+        write(model, tmp_path, most_bytes)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ours = from_folder(tmp_path).weights["model.norm.weight"]
+    assert torch.equal(ours, theirs.model.norm.weight)
+    assert torch.equal(ours, second.model.norm.weight)

@@ -210,6 +210,21 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @native
+@pytest.mark.parametrize("kept", [0, 5000])
+def test_a_damaged_kernel_is_built_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: int
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    inspect.unwrap(library)()
+    [path] = (tmp_path / "relight").iterdir()
+    whole = path.read_bytes()
+    path.unlink()  # this process has it mapped
+    path.write_bytes(whole[:kept])
+    assert inspect.unwrap(library)().room_rows() > 0
+    assert [file.stat().st_size for file in (tmp_path / "relight").iterdir()] == [len(whole)]
+
+
+@native
 def test_the_kernel_is_built_where_nothing_can_be_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
