@@ -151,7 +151,8 @@ def prepare(argv: list[str]) -> None:
         print(input_parser().format_help(), "", sep="\n")
     overwrite, argv = OVERWRITE in argv, [word for word in argv if word != OVERWRITE]
 
-    from data.prepare import prepare_corpus, summary
+    from data.prepare import prepare_corpus
+    from data.summary import summary
 
     data = run_cli("prepare", argv).datamodule
     if data.path is None:
@@ -216,7 +217,8 @@ def prepare_input(argv: list[str]) -> None:
     inputs, output = options.pop("input"), Path(options.pop("output"))
     how = {name: options.pop(name) for name in ("overwrite", "workers")}
 
-    from data.prepare import Settings, prepare_files, summary
+    from data.prepare import Settings, prepare_files
+    from data.summary import summary
     from data.texts import ReadOptions
 
     read = {name: options.pop(name) for name in ("field", "split_documents", "encoding_errors")}

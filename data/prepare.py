@@ -3,7 +3,6 @@
 import fcntl
 import hashlib
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -20,11 +19,12 @@ from data.folder import FILES, FORMAT, load_meta, missing_files, split_fingerpri
 from data.ownership import TOKEN_FILE, WORK, finished
 from data.readers import Input, find_inputs, refuse_twins
 from data.specials import END_OF_TEXT
+from data.summary import refuse_empty
 from data.text_loss import TextLoss
-from data.texts import BLANK, EMPTY, REPLACED, ReadOptions
+from data.texts import ReadOptions
 from data.tokenizer import TextTokenizer
 from data.vocabulary import find_tokenizer, train_bpe
-from data.work import SPLITS, Work
+from data.work import Work
 
 VAL_SHARE = 0.02
 """Share of a corpus's documents, chosen by name, that is kept for validation."""
@@ -83,6 +83,8 @@ class Job:
     settings: Settings
     corpus: dict[str, Any]
     """What `meta.json` tells of the sources."""
+    more_text: str | None
+    """How a split gets text; None where documents are divided by their text."""
     tokenizer: TextTokenizer | None
     """None trains one."""
     workers: int | None = None
@@ -155,6 +157,7 @@ def prepare_files(
         ),
         settings=settings,
         corpus={"name": "files"},
+        more_text="name inputs that hold text for it" if settings.val_input else None,
         tokenizer=tokenizer.named(eos=settings.eos, pad=settings.pad) if tokenizer else None,
         workers=workers,
     )
@@ -191,6 +194,7 @@ def prepare_corpus(
         sources=Sources(inputs=found),
         settings=Settings(vocab_size=vocab_size),
         corpus=describe(corpus),
+        more_text="use a larger corpus",
         tokenizer=None,
     )
     return _locked(job, output, progress, overwrite=overwrite, made_already=made_already)
@@ -245,7 +249,7 @@ def _prepare(job: Job, work: Work, progress: bool) -> dict[str, Any]:
     dtype = token_dtype(tokenizer.size) if settings.dtype == "auto" else settings.dtype
     state = work.open(dtype, settings.shard_tokens, len(job.sources.inputs))
     encode(job.sources, tokenizer, work, bos=settings.bos, workers=job.workers, show=progress)
-    _refuse_empty(job, state)
+    refuse_empty(job.name, state, job.more_text)
     ids = {kind: tokenizer.special_id(kind) for kind in ("eos", "bos", "pad")}
     meta: dict[str, Any] = {
         "format": FORMAT,
@@ -305,33 +309,6 @@ def _check_tokenizer(tokenizer: TextTokenizer, settings: Settings) -> None:
         )
 
 
-def _refuse_empty(job: Job, state: dict[str, Any]) -> None:
-    documents = [state[split]["documents"] for split in SPLITS]
-    settings, (train, val) = job.settings, documents
-    if train and val:
-        return
-    if not train and not val:
-        left = ", ".join(f"{count:,} {reason}" for reason, count in state["left_out"].items())
-        raise ValueError(
-            f"{job.name}: 0 documents / 0 tokens{left and f' ({left})'}: name inputs that hold text"
-        )
-    if job.sources.val_fraction == 0:
-        remedy = "use a larger corpus"
-    elif settings.val_input:
-        remedy = "name inputs that hold text"
-    elif train + val == 1:
-        remedy = "validate on files given by --val_input, or cut it up by --split_documents"
-    elif val:
-        remedy = "give a smaller --val_fraction, or validate on files given by --val_input"
-    else:
-        share = math.ceil(state["lowest_share"] * 1000) / 1000
-        remedy = f"give --val_fraction {share} or more, or files for it by --val_input"
-    raise ValueError(
-        f"{job.name}: its {'val' if train else 'train'} part has 0 documents / 0 tokens, the other "
-        f"all {train + val:,}: {remedy}"
-    )
-
-
 def _publish(work: Work, output: Path, meta: dict[str, Any]) -> None:
     files = [*meta["train"]["files"], *meta["val"]["files"]]
     # An older set must not look whole while its files are being replaced.
@@ -341,30 +318,6 @@ def _publish(work: Work, output: Path, meta: dict[str, Any]) -> None:
             path.unlink()
     sync(output)
     work.publish(output, [*FILES[1:4:2], *files, *FILES[4:]])
-
-
-def summary(meta: dict[str, Any], output: Path) -> list[str]:
-    """Lines on what was written and what was left out; a warning where that was a fault."""
-    lines = []
-    for split in SPLITS:
-        counts, files = meta[split], meta[split]["files"]
-        lines.append(
-            f"{output / files[0]}{f' … {files[-1]}' if files[1:] else ''}: "
-            f"{counts['tokens']:,} tokens, {counts['documents']:,} documents, "
-            f"{counts['eos']:,} EOS written, {counts['bytes']:,} bytes of text"
-        )
-    left = dict(meta["left_out"])
-    none = [(reason, left.pop(reason, 0)) for reason in (BLANK, EMPTY)]
-    if skipped := [f"{count:,} {reason}{'s' * (count > 1)}" for reason, count in none if count]:
-        lines.append(f"{' and '.join(skipped)} skipped")
-    if replaced := left.pop(REPLACED, 0):
-        lines.append(f"warning: {replaced:,} documents with invalid UTF-8, replaced by U+FFFD")
-    if left:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in left.items())
-        lines.append(f"warning: {sum(left.values()):,} left out: {reasons}")
-    if ignored := meta.get("ignored_settings"):
-        lines.append(f"warning: {', '.join(ignored)} of the tokenizer's file: not used")
-    return lines + TextLoss.read(meta.get("text_loss", {})).warnings
 
 
 def is_validation(name: str) -> bool:

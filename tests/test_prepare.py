@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings, strategies
 from data import encode, prepare, work
 from data.folder import FILES, check_files, load_meta, missing_files
 from data.memmap import content_fingerprint
-from data.prepare import Settings, prepare_files, summary
+from data.prepare import Settings, prepare_files
+from data.summary import summary
 from data.texts import ReadOptions
 from data.tokenizer import TextTokenizer
 from data.vocabulary import train_bpe
@@ -200,17 +201,20 @@ def test_failed_run_leaves_the_older_set_and_no_work(output, sources):
 
 
 @pytest.mark.parametrize(
-    ("gone", "split", "others"),
-    [([VAL_NAME], "val", 3), (["a.py", "b.py", "eos.py"], "train", 1)],
+    ("gone", "split", "left_out", "others"),
+    [
+        ([VAL_NAME], "val", "1 undecodable file, 2 empty text", 3),
+        (["a.py", "b.py", "eos.py"], "train", "4 empty text, 1 undecodable file", 1),
+    ],
 )
-def test_split_without_a_document_is_refused(sources, tmp_path, gone, split, others):
+def test_split_without_a_document_is_refused(sources, tmp_path, gone, split, left_out, others):
     for name in gone:
         (sources / name).write_bytes(b"")
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         prepare.prepare_corpus("tiny", tmp_path / "out", 270, progress=False)
     assert str(caught.value) == (
-        f"corpus 'tiny': its {split} part has 0 documents / 0 tokens, the other all {others}: use "
-        "a larger corpus"
+        f"corpus 'tiny': its {split} part has 0 documents / 0 tokens ({left_out}), the "
+        f"other all {others}: use a larger corpus"
     )
     assert _names(tmp_path / "out") == []
 
@@ -638,12 +642,23 @@ def test_share_that_validates_all_is_refused(refusal):
     )
 
 
-def test_validation_files_without_text_are_refused(refusal, tmp_path):
-    (tmp_path / "v.jsonl").touch()
-    assert refusal("a.jsonl", _rows("ab"), "--val_input", "v.jsonl") == (
-        "a.jsonl, v.jsonl: its val part has 0 documents / 0 tokens, the other all 1: name inputs "
-        "that hold text"
+def test_validation_files_without_text_are_refused_with_the_reasons(refusal, tmp_path):
+    (tmp_path / "v.jsonl").write_bytes(b'{"body":"b"}\n{"text":7}\n\n{"text":8}')
+    options = ["--val_input", "v.jsonl", "--on_bad_row", "skip"]
+    assert refusal("a.jsonl", _rows("ab"), *options) == (
+        "a.jsonl, v.jsonl: its val part has 0 documents / 0 tokens (1 missing field, 2 field that "
+        "is no text, 1 blank line), the other all 1: name inputs that hold text for it"
     )
+
+
+def test_vocabulary_that_the_text_does_not_fill_is_told(make, tmp_path):
+    meta = make({"a.jsonl": _rows("abab")}, tokenizer=None, vocab_size=1_000_000)
+    assert summary(meta, Path("o"))[-1] == (
+        "warning: the tokenizer has 259 ids of the 1,000,000 asked for: the text gives no more; "
+        "name more text, or train with that size"
+    )
+    full = make({"a.jsonl": _rows("abab")}, tokenizer=None, vocab_size=meta["vocab_size"])
+    assert len(summary(full, Path("o"))) == 2
 
 
 def test_inputs_keep_their_order_and_are_counted(make, tmp_path):
