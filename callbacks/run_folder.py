@@ -1,5 +1,6 @@
 """The folder of a run: who may write there, and what it says about itself."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -47,6 +49,24 @@ def lock(root: Path) -> TextIO:
     file.write(f"{os.getpid()}\n")
     file.flush()
     return file
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file or folder that something else put into the run folder; return its new path."""
+    places = (path.with_name(f"{path.name}.set-aside{(n and f'-{n}') or ''}") for n in count())
+    place = next(each for each in places if not os.path.lexists(each))
+    path.rename(place)
+    return place
+
+
+def leave(path: Path, text: str) -> None:
+    """Write a file that the run itself never needs: where that fails it costs a warning."""
+    try:
+        if path.is_dir():
+            announce(f"warning: {path} is a folder: set aside as {set_aside(path)}")
+        replace_text(path, text)
+    except OSError as error:
+        announce(f"warning: {path.name} is not written: {error}; the run goes on")
 
 
 def filesystem_type(path: Path) -> str | None:
@@ -94,7 +114,7 @@ class RunConfig(SaveConfigCallback):
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write config.yaml, whole or not at all."""
         text = self.parser.dump(self.config, skip_unset=False)
-        replace_text(Path(trainer.default_root_dir) / "config.yaml", text)
+        leave(Path(trainer.default_root_dir) / "config.yaml", text)
 
 
 class RunRecord(Callback):
@@ -108,11 +128,7 @@ class RunRecord(Callback):
         if reason := volatile_folder(root):
             announce(f"warning: {reason}")
         path = root / "run.json"
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-            starts, tracked = before["starts"], before.get(KEY)
-        except (OSError, ValueError, KeyError, TypeError):
-            starts, tracked = [], None
+        starts, tracked = read_record(path)
         start = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "step": trainer.global_step,
@@ -130,10 +146,29 @@ class RunRecord(Callback):
             tracked = callback.own if isinstance(callback, TrackedRun) else tracked
         if tracked is not None:
             record[KEY] = tracked
-        replace_text(path, json.dumps(record, indent=1) + "\n")
+        leave(path, json.dumps(record, indent=1) + "\n")
         # So that the folder alone is enough to sample from.
         if (tokenizer := cast(Any, trainer).datamodule.tokenizer_path) is not None:
-            replace_text(path.with_name("tokenizer.json"), tokenizer.read_text(encoding="utf-8"))
+            leave(path.with_name("tokenizer.json"), tokenizer.read_text(encoding="utf-8"))
+
+
+def read_record(path: Path) -> tuple[list[Any], str | None]:
+    """Starts in a run.json and the tracker's name for the run; a damaged file is set aside."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8-sig"))
+        starts, tracked = record["starts"], record.get(KEY)
+        if not isinstance(starts, list):
+            raise TypeError("starts is no list")
+        return starts, tracked if isinstance(tracked, str) else None
+    except FileNotFoundError:
+        return [], None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        with contextlib.suppress(OSError):  # to be told when it is written
+            announce(
+                f"warning: {path} cannot be read ({error}): set aside as {set_aside(path)}; it "
+                "begins anew"
+            )
+        return [], None
 
 
 def versions() -> dict[str, str | None]:

@@ -37,7 +37,8 @@ def run_id(root: Path) -> str:
         known = json.loads((root / "run.json").read_text(encoding="utf-8")).get(KEY)
     except (OSError, ValueError, AttributeError):
         known = None
-    if known is None:
+    if not isinstance(known, str):
+        known = None
         for _, path in checkpoints(root)[:1]:
             try:
                 known = read_checkpoint(path).get(KEY)

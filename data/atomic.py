@@ -31,18 +31,26 @@ def replaced(path: Path, reach: Callable[[str], None] = _pass) -> Iterator[Path]
     # people list and copy these folders. The suffix stays, because readers go by it.
     temporary = path.with_name(f".{path.stem}{TEMPORARY}{os.getpid()}{path.suffix}")
     try:
-        yield temporary
-        reach("before fsync")
-        sync(temporary)
-        reach("before replace")
-        os.replace(temporary, path)
-        sync(path.parent)
-    except BaseException as error:
+        with naming(path, temporary):
+            yield temporary
+            reach("before fsync")
+            sync(temporary)
+            reach("before replace")
+            os.replace(temporary, path)
+            sync(path.parent)
+    except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if not isinstance(error, OSError) or error.errno is None:
-            raise
-        if error.filename not in (None, str(temporary)):
+        raise
+
+
+@contextlib.contextmanager
+def naming(path: Path, written: Path | None = None) -> Iterator[None]:
+    """Name a path in an OSError that names none, as that of a write, or only `written`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, str(written)):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 
@@ -57,11 +65,12 @@ def sync(path: Path) -> None:
     """Return when a file's content, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with naming(path):
+            os.fsync(handle)
     except OSError as error:
         # Some network file systems have no fsync for folders.
         if error.errno != errno.EINVAL or not path.is_dir():
-            raise OSError(error.errno, error.strerror, str(path)) from error
+            raise
     finally:
         os.close(handle)
 

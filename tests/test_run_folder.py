@@ -17,6 +17,7 @@ from callbacks.run_folder import (
     commit,
     contract,
     filesystem_type,
+    leave,
     lock,
     volatile_folder,
 )
@@ -163,10 +164,38 @@ def test_record_keeps_earlier_starts(tmp_path):
     assert starts[0]["command"] == sys.argv
 
 
-@pytest.mark.parametrize("damaged", ["", '{"starts": [', "{}", "[]", "null"])
-def test_damaged_record_is_written_anew(tmp_path, damaged):
-    (tmp_path / "run.json").write_text(damaged, encoding="utf-8")
+@pytest.mark.parametrize("damaged", ["", '{"starts": [', "{}", "[]", "null", '{"starts": 5}', "ä"])
+def test_damaged_record_is_set_aside_and_begun_anew(tmp_path, capsys, damaged):
+    path = tmp_path / "run.json"
+    path.write_text(damaged, encoding="cp1252")
     assert [start["step"] for start in record(tmp_path, global_step=4)["starts"]] == [4]
+    aside = tmp_path / "run.json.set-aside"
+    assert f"set aside as {aside}; it begins anew" in capsys.readouterr().err
+    assert aside.read_text(encoding="cp1252") == damaged
+
+
+def test_record_with_a_byte_order_mark_keeps_its_starts(tmp_path):
+    record(tmp_path)
+    path = tmp_path / "run.json"
+    path.write_text(path.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert [start["step"] for start in record(tmp_path, global_step=4)["starts"]] == [0, 4]
+
+
+@pytest.mark.parametrize("name", ["run.json", "tokenizer.json"])
+def test_folder_in_the_place_of_a_file_is_set_aside(tmp_path, capsys, name):
+    (tmp_path / name).mkdir()
+    record(tmp_path)
+    assert f"set aside as {tmp_path / name}.set-aside" in capsys.readouterr().err
+    assert (tmp_path / name).is_file()
+
+
+def test_file_that_cannot_be_written_costs_a_warning(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    leave(tmp_path / "file" / "run.json", "{}")
+    assert capsys.readouterr().err == (
+        f"warning: run.json is not written: [Errno 17] File exists: '{tmp_path / 'file'}'; the run "
+        "goes on\n"
+    )
 
 
 def test_record_tells_versions_device_and_contract(tmp_path):
