@@ -87,7 +87,8 @@ def start_lines(trainer: Trainer, how_compiled: str) -> list[str]:
     groups = trainer.optimizers[0].param_groups
     counts = [sum(p.numel() for p in group["params"]) for group in groups]
     decayed = ", ".join(
-        f"{count:,} in {len(group['params'])} tensors with weight decay {group['weight_decay']:g}"
+        f"{count:,} in {len(group['params'])} tensors with weight decay "
+        f"{group.get('weight_decay', 0):g}"
         for count, group in zip(counts, groups, strict=True)
     )
     asked = " (auto)" if cast(Any, trainer).asked_precision == "auto" else ""

@@ -26,7 +26,7 @@ from lm.gradients import total_norm
 from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step
 from lm.model import LM, ModelConfig, plain_keys
 from lm.native import find_compiler, library, native_softmax_step
-from lm.optim import OptimConfig, adamw_settings, build_optimizer, use_fused
+from lm.optim import OptimConfig, build_optimizer, use_fused
 from lm.schedule import warmup_cosine, warmup_steps
 from lm.trained import write_weights_file
 
@@ -128,7 +128,7 @@ class LMModule(LightningModule):
         self.from_weights, self.grow_vocab = from_weights, grow_vocab
         self.starting_weights: Callable[[], dict[str, Tensor]] | None = None
         self.seed = seed
-        self.fused = False
+        self.fused = self._skips_itself = False
         self.compiled, self.how_compiled = False, ""
         self.token_bytes: Tensor | None = None
         self.source_names: list[str] = []
@@ -253,6 +253,8 @@ class LMModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = build_optimizer(self.net, self.optim_config, self.fused)
+        # Only a fused kernel looks at `found_inf`, and another optimizer may have none.
+        self._skips_itself = all(group.get("fused") for group in optimizer.param_groups)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_multiplier())
         return {
             "optimizer": optimizer,
@@ -335,7 +337,7 @@ class LMModule(LightningModule):
             factor = scale * (gradient_clip_val / (norm + 1e-6)).clamp(max=1.0)
         finite = torch.isfinite(norm)
         self._count_skipped(finite, named)
-        if self.fused:
+        if self._skips_itself:
             optimizer.found_inf = (~finite).float()  # pyright: ignore[reportAttributeAccessIssue]
         elif not finite:
             for _, parameter in named:
@@ -362,7 +364,7 @@ class LMModule(LightningModule):
             (torch.where(finite, 0, in_row + 1), in_all + (~finite).to(torch.int64))
         )
         step = self.trainer.global_step + 1
-        if finite.device.type == "cuda" and self.fused and step % CUDA_CHECK_STEPS:
+        if finite.device.type == "cuda" and self._skips_itself and step % CUDA_CHECK_STEPS:
             return
         skipped = int(self._skipped[0])
         if skipped >= self.max_skipped_steps:
@@ -481,14 +483,25 @@ class LMModule(LightningModule):
             self._keep_own_settings(checkpoint)
 
     def _keep_own_settings(self, checkpoint: dict[str, Any]) -> None:
-        """Put today's settings over the stored ones, which restoring would bring back silently."""
-        optim = self.optim_config
-        rate = optim.lr * self._lr_multiplier()(checkpoint["global_step"])
+        """Put today's settings over the stored ones, which restoring would bring back silently.
+
+        Raises:
+            ValueError: today's optimizer has other groups of parameters.
+        """
+        # It holds no state yet, so that it costs nothing.
+        own = build_optimizer(self.net, self.optim_config, self.fused).param_groups
+        multiplier = self._lr_multiplier()(checkpoint["global_step"])
+        rates = [group["lr"] for group in own]
         for state in checkpoint["optimizer_states"]:
-            decays = (optim.weight_decay, 0.0)
-            for group, decay in zip(state["param_groups"], decays, strict=True):
-                group |= {"lr": rate, "initial_lr": optim.lr, "weight_decay": decay}
-                group |= adamw_settings(optim, self.fused)
+            was, sizes = ([len(g["params"]) for g in gs] for gs in (state["param_groups"], own))
+            if was != sizes:
+                raise ValueError(
+                    f"the optimizer has groups of {sizes} tensors, in the checkpoint of {was}: "
+                    "build_optimizer in lm/optim.py was changed; change it back, or begin a new "
+                    "run with these weights by model.from_weights"
+                )
+            for stored, group, rate in zip(state["param_groups"], own, rates, strict=True):
+                stored |= {name: value for name, value in group.items() if name != "params"}
+                stored |= {"lr": rate * multiplier, "initial_lr": rate}
         for schedule in checkpoint["lr_schedulers"]:
-            groups = len(schedule["base_lrs"])
-            schedule |= {"base_lrs": [optim.lr] * groups, "_last_lr": [rate] * groups}
+            schedule |= {"base_lrs": rates, "_last_lr": [rate * multiplier for rate in rates]}

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -86,14 +86,11 @@ def build_optimizer(module: nn.Module, config: OptimConfig, fused: bool) -> torc
 
     Source: arXiv:1711.05101.
     """
+    # A fused of False would also rule out torch's default for the device.
     return torch.optim.AdamW(
         parameter_groups(module, config.weight_decay),
         lr=config.lr,
-        **adamw_settings(config, fused),
+        betas=config.betas,
+        eps=config.eps,
+        fused=fused or None,
     )
-
-
-def adamw_settings(config: OptimConfig, fused: bool) -> dict[str, Any]:
-    """What AdamW is told beside the rate and the decay."""
-    # A fused of False would also rule out torch's default for the device.
-    return {"betas": config.betas, "eps": config.eps, "fused": fused or None}

@@ -280,6 +280,16 @@ def test_update_with_a_gradient_not_finite_is_skipped_and_counted(fit, fused: bo
     assert steps[-1]["optim/skipped_steps"] == 2
 
 
+def test_an_optimizer_without_a_fused_kernel_skips_them_too(fit, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        "lm.module.build_optimizer", lambda net, *_: torch.optim.SGD(net.parameters(), lr=0.1)
+    )
+    module = Poisoned(config=CONFIG, optim=OPTIM, compile=False, seed=5)
+    module.bad_steps = range(1, 2)
+    fit([rows(6, seed=i) for i in range(3)], module=module)
+    assert all(p.isfinite().all() for p in weights(module).values())
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_moments_stay_when_an_update_is_skipped(fit, fused: bool):
     optim = OptimConfig(lr=0.01, warmup=0, fused=fused)

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import Lightning, RunYaml, cut_back
+from torch import nn
 
 from callbacks.drill import rows
 from callbacks.moments import VARIABLE
 from data.folder import missing_files
+from lm.optim import OptimConfig
 from lm.schedule import warmup_cosine
 
 PROGRAM = Path(sys.executable).with_name("lightning")
@@ -197,6 +199,59 @@ def test_changed_rate_is_announced_and_holds(
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
     expected = [1e-5 * warmup_cosine(step, 0, STEPS, 0.1) for step in range(4, STEPS)]
     assert [float(row["optim/lr"]) for row in rows(root)[4:]] == pytest.approx(expected)
+
+
+def one_group(module: nn.Module, config: OptimConfig, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.Rprop(module.parameters(), lr=config.lr)  # no weight decay, no kernel
+
+
+def four_groups(module: nn.Module, config: OptimConfig, fused: bool) -> torch.optim.Optimizer:
+    first, second, third, *rest = module.parameters()
+    groups = [
+        {"params": [first]},
+        {"params": [second], "lr": 2 * config.lr},
+        {"params": [third], "betas": (0.8, 0.9)},
+        {"params": rest},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, weight_decay=0.2, fused=fused or None)
+
+
+@pytest.mark.parametrize("build", [one_group, four_groups])
+def test_another_optimizer_resumes_with_the_same_bits(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, monkeypatch, build
+):
+    monkeypatch.setattr("lm.module.build_optimizer", build)
+    train(lightning, run_yaml, tmp_path / "whole")
+    train(lightning, run_yaml, tmp_path / "killed")
+    cut_back(tmp_path / "killed", 4)
+    train(lightning, run_yaml, tmp_path / "killed")
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_changed_rate_keeps_the_proportions_of_groups(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr("lm.module.build_optimizer", four_groups)
+    train(lightning, run_yaml, tmp_path / "run")
+    cut_back(tmp_path / "run", 4)
+    train(lightning, run_yaml, tmp_path / "run", **{"model.optim.lr": 1e-5})
+    groups = state(tmp_path / "run")["optimizer_states"][0]["param_groups"]
+    assert [group["initial_lr"] for group in groups] == [1e-5, 2e-5, 1e-5, 1e-5]
+
+
+def test_an_optimizer_of_other_groups_than_the_checkpoint_is_refused(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, monkeypatch
+):
+    train(lightning, run_yaml, tmp_path / "run")
+    cut_back(tmp_path / "run", 4)
+    monkeypatch.setattr("lm.module.build_optimizer", one_group)
+    code, _, err = lightning("fit", "--config", run_yaml(RUN))
+    assert code == 2
+    assert err.splitlines()[-1] == (
+        "error: the optimizer has groups of [20] tensors, in the checkpoint of [15, 5]: "
+        "build_optimizer in lm/optim.py was changed; change it back, or begin a new run with these "
+        "weights by model.from_weights"
+    )
 
 
 @pytest.mark.parametrize("steps", [6, 7], ids=["with a validation at its end", "without"])
