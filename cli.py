@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from callbacks.launch import forget_launcher, read_launch
+
 # Configuration keys that always follow another one.
 LINKS = {
     "model.config.max_seq_len": "data.seq_len",
@@ -59,6 +61,11 @@ def main(argv: list[str] | None = None) -> int:
             near = difflib.get_close_matches(argv[0], COMMANDS, 1)
             hint = f"did you mean {near[0]}?" if near else "the command comes first"
             raise ValueError(f"{argv[0]} is not a command; {hint} ({', '.join(COMMANDS)})")
+        # Before Lightning is imported, which fails on variables that are no numbers.
+        if argv[0] in ("fit", "validate"):
+            read_launch()
+        else:
+            forget_launcher()
         command(argv[1:])
         return 0
     except SystemExit as stop:
@@ -452,10 +459,10 @@ def run_cli(command: str, argv: list[str]) -> Any:
     die_with_parent()
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     jsonargparse.set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
+    runs = command in ("fit", "validate")
     callbacks = [RestartInvariantDDP(), RunRecord(), Progress(), StopSignals(EXIT_CODES)]
     if VARIABLE in os.environ:
         callbacks.append(Moments())
-    runs = command in ("fit", "validate")
     return cli_class(command, runs)(
         LMModule,
         LMDataModule,

@@ -1,17 +1,24 @@
 """The Trainer: Lightning's, counted in optimizer steps, with precision chosen for the hardware."""
 
+import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, cast, get_args
 
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
+
+from callbacks.launch import Launch, check_processes, read_launch
 
 Precision = Literal[
     "auto", "bf16-mixed", "16-mixed", "32-true", "bf16-true", "16-true", "64-true",
@@ -159,6 +166,11 @@ PROMISES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: not any(name in str(value).lower() for name in SHARDED),
         "sharded strategies cannot be resumed exactly yet; use auto or ddp",
     ),
+    (
+        "strategy",
+        lambda value: "spawn" not in str(value).lower(),
+        "spawned processes would need a pickled Trainer; use auto or ddp",
+    ),
     *(
         (name, lambda value: value >= 1, "it must be at least 1")
         for name in ("accumulate_grad_batches", "val_check_interval", "log_every_n_steps")
@@ -259,6 +271,13 @@ class Trainer(LightningTrainer):
             logger = False
             limit_val_batches = 0 if limit_val_batches == 0 else int(fast_dev_run)
         self.asked_precision = precision
+        launch = read_launch()
+        plugins = kwargs.pop("plugins", None) or []
+        plugins = plugins if isinstance(plugins, list) else [plugins]
+        given = any(isinstance(plugin, ClusterEnvironment) for plugin in plugins)
+        if not given and launch.kind in ("own", "hand") and SLURMEnvironment.detect():
+            # Lightning would take SLURM for the launcher wherever SLURM_NTASKS is set.
+            plugins = [*plugins, LightningEnvironment()]
         super().__init__(
             precision=cast(Any, choose_precision(str(precision), device_type(accelerator))),
             accelerator=accelerator,
@@ -279,11 +298,30 @@ class Trainer(LightningTrainer):
             enable_autolog_hparams=enable_autolog_hparams,
             default_root_dir=default_root_dir,
             callbacks=callbacks,
+            plugins=plugins or None,
             **kwargs,
         )
+        self._check_processes(launch)
         self.fast_dev_run = int(fast_dev_run)
         self._cpu_group: Any = None
         self._leave_signals_alone()
+
+    def _check_processes(self, launch: Launch) -> None:
+        """Refuse processes and strategies that would train on other devices than asked for."""
+        connector = cast(Any, self._accelerator_connector)
+        devices, nodes = len(connector._parallel_devices), connector._num_nodes_flag
+        environment = connector.cluster_environment
+        known = (LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment)
+        if type(environment) in known:
+            check_processes(launch, devices, nodes)
+        if self.world_size != devices * nodes:
+            raise ValueError(
+                f"trainer.strategy is {type(self.strategy).__name__}, which trains on "
+                f"{self.world_size} of the {devices} × {nodes} devices that trainer.devices × "
+                "trainer.num_nodes asks for; pass --trainer.strategy ddp, or --trainer.devices 1"
+            )
+        if launch.kind == "own":
+            os.environ.pop("RANK", None)  # a leftover that the processes it starts would inherit
 
     def _leave_signals_alone(self) -> None:
         # Lightning's handlers save inside an accumulation window, and ask all ranks in every
