@@ -103,7 +103,8 @@ class AtomicCheckpoint(Checkpoint):
         # would lose the validation for good.
         if trainer.state.fn != "fit":
             return
-        loss = cast(Any, pl_module).validation_figures["val/loss"]
+        # A validation without a target has no loss.
+        loss = cast(Any, pl_module).validation_figures.get("val/loss", float("inf"))
         new_best = loss < self.best.get("loss", float("inf"))
         if new_best:
             self.best = {"loss": loss, "step": trainer.global_step}

@@ -36,10 +36,17 @@ SYMPTOMS = (
         "model.optim.lr {lower_lr}, trainer.gradient_clip_val {clip}, trainer.precision {bf16}",
     ),
     Symptom(
+        "optim/lr",
+        symptoms.no_targets,
+        "labels that are all -100, rows that are all padding",
+        "lightning peek with the same --config, to see what is a target",
+    ),
+    Symptom(
         "train/loss",
         symptoms.first_loss,
-        "initial weights too wide, inputs and targets out of step, weights that are not new",
-        "model.config.init_std 0.02, model.compile {no_compile}, trainer.precision {fp32}",
+        "weights that are not new, inputs and targets out of step, an error of the compiler",
+        "model.compile {no_compile}, trainer.precision {fp32}, lightning peek with the same "
+        "--config, to see what is a target",
     ),
     Symptom(
         "train/loss",

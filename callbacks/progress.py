@@ -10,6 +10,11 @@ from callbacks.metrics_csv import MetricsCSV, resume_logs
 from callbacks.run_folder import contract
 from callbacks.trainer import at_step_edge, is_logged, line_enders
 
+NOT_VALIDATED = (
+    "no sample of the validation has a target, so there is no validation loss; raise "
+    "trainer.limit_val_batches or prepare other validation data"
+)
+
 # Figures that tell two runs apart and make no curve: in metrics.csv alone.
 TRACES = ("data/rows_crc32",)
 
@@ -70,9 +75,10 @@ def console_line(step: int, max_steps: int, figures: dict[str, float]) -> str:
 
 def validation_line(figures: dict[str, float]) -> str:
     """Validation figures as one line."""
+    ran_away = figures.get("val/perplexity", 0) >= 1e9
     texts = {
         "val/loss": "val loss {:.4f}",
-        "val/perplexity": "perplexity {:.2f}",
+        "val/perplexity": "perplexity {:.3g}" if ran_away else "perplexity {:.2f}",
         "val/bits_per_byte": "{:.4f} bits per byte",
         "train/eval_loss": "training data in evaluation mode {:.4f}",
     }
@@ -154,11 +160,16 @@ class Progress(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         figures = cast(LearningModule, pl_module).validation_figures
-        self._validation = {"val/loss": figures["val/loss"]}
+        self._validation = {name: figures[name] for name in ("val/loss",) if name in figures}
         self._log(trainer, figures)
         # Outside a fit the Trainer does not know the step of what it evaluates.
         step = trainer.global_step if trainer.state.fn == "fit" else self._loaded_step
-        self._say(trainer, f"step {step} · {validation_line(figures)}")
+        if "val/loss" in figures:
+            self._say(trainer, f"step {step} · {validation_line(figures)}")
+        elif trainer.state.fn == "fit":
+            self._say(trainer, f"warning: step {step}: {NOT_VALIDATED}")
+        else:
+            raise RuntimeError(NOT_VALIDATED)
         self._show_watchers(trainer, figures)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

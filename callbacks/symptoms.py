@@ -52,6 +52,7 @@ class Seen:
         self.above_best = 0  # validations in a row
         self.skipped = self.newly_skipped = 0
         self.skipping = 0  # logs in a row
+        self.empty = self.newly_empty = 0  # steps of this process without a target
         self.resumed_at = 0
         self.rate_changed = False  # with an announcement
         self.mfu: deque[float] = deque(maxlen=RECENT)
@@ -64,6 +65,9 @@ class Seen:
         for name, values in (("mfu", self.mfu), ("data_wait", self.data_wait)):
             if (key := f"throughput/{name}") in figures:
                 values.append(figures[key])
+        if "optim/lr" in figures:
+            count = int(figures.get("optim/steps_without_targets", 0))
+            self.newly_empty, self.empty = count - self.empty, count
         if "train/loss" in figures:
             self._take_step(figures["train/loss"])
         if "val/loss" in figures:
@@ -134,6 +138,16 @@ def non_finite(seen: Seen) -> str | None:
     return (
         f"the gradient was not finite: {seen.newly_skipped} updates skipped since the last logged "
         f"step, {seen.skipped} in all"
+    )
+
+
+def no_targets(seen: Seen) -> str | None:
+    """Steps have nothing to learn."""
+    if seen.newly_empty <= 0:
+        return None
+    return (
+        f"{seen.newly_empty} of the steps since the last log had no target, and so nothing to "
+        f"learn; {seen.empty} since the start"
     )
 
 

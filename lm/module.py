@@ -135,7 +135,7 @@ class LMModule(LightningModule):
         self.validation_figures: dict[str, float] = {}
         self.loss_step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = softmax_step
         self.grad_norm = self.grad_scale = torch.zeros(())
-        self.targets_seen = self._without_targets = torch.zeros(())
+        self.targets_seen = self._without_targets = self._step_targets = torch.zeros(())
         self._step_figures: dict[str, Tensor | float] = {}
         self._window = self._totals = torch.zeros(0)
         self._routing: Tensor | None = None  # of a step, mean over its micro-batches
@@ -331,12 +331,14 @@ class LMModule(LightningModule):
         norm = total_norm(gradients) * scale
         # Of this step: the norm before clipping, and what turns a raw gradient into that of the
         # token mean.
-        self.grad_norm, self.grad_scale = norm, scale
+        self.grad_norm = torch.where(targets > 0, norm, math.nan)
+        self.grad_scale = scale
         factor = scale
         if gradient_clip_val:
             factor = scale * (gradient_clip_val / (norm + 1e-6)).clamp(max=1.0)
         finite = torch.isfinite(norm)
         self._count_skipped(finite, named)
+        self._refuse_to_learn_nothing()
         if self._skips_itself:
             optimizer.found_inf = (~finite).float()  # pyright: ignore[reportAttributeAccessIssue]
         elif not finite:
@@ -350,6 +352,7 @@ class LMModule(LightningModule):
             "optim/lr": optimizer.param_groups[0]["lr"],
             "optim/grad_norm": norm,
         }
+        self._step_targets = targets
 
     def _over_devices(self, tensor: Tensor) -> Tensor:
         """Sum of all devices' tensors, queued, where Lightning's `reduce` waits for all of them."""
@@ -378,9 +381,27 @@ class LMModule(LightningModule):
                 f"--model.optim.lr {self.optim_config.lr / 3:.2g}"
             )
 
+    def _refuse_to_learn_nothing(self) -> None:
+        step = self.trainer.global_step + 1
+        last = step == self.trainer.max_steps
+        if self.device.type == "cuda" and step % CUDA_CHECK_STEPS and not last:
+            return
+        empty = int(self._without_targets)
+        if (last or empty >= self.max_skipped_steps) and not self.targets_seen:
+            raise RuntimeError(
+                f"none of the {empty} steps since the start had a target, so nothing is learned: "
+                "all labels are -100; look at the samples by lightning peek"
+            )
+
     def step_figures(self) -> dict[str, float]:
-        """Loss, learning rate and gradient norm before clipping of the last finished step."""
+        """Loss, learning rate and gradient norm before clipping of the last finished step.
+
+        A step without a target has no loss and no norm.
+        """
         figures = {name: float(value) for name, value in self._step_figures.items()}
+        if not self._step_targets:
+            figures.pop("train/loss", None)
+            figures.pop("optim/grad_norm", None)
         if self._routing is not None:
             figures |= expert_figures(self._routing)
         if skipped := int(self._skipped[1]):
@@ -412,20 +433,25 @@ class LMModule(LightningModule):
         totals = cast(Tensor, self.trainer.strategy.reduce(self._totals, reduce_op="sum")).tolist()
         sources = totals[: max(len(self.source_names), 1)]
         loss, targets, n_bytes = map(sum, zip(*sources, strict=True))
-        # Without a target there is no mean: infinite, so that it is never taken for the best.
-        mean = loss / targets if targets else math.inf
-        figures = {"val/loss": mean, "val/perplexity": math.exp(min(mean, 700))}
+        figures: dict[str, float] = {}
+        if targets:
+            mean = loss / targets
+            # Where e to the loss is no number any more, it is infinite.
+            perplexity = math.exp(mean) if mean < 700 else mean * math.inf
+            figures = {"val/loss": mean, "val/perplexity": perplexity}
         for name, (total, count, _) in zip(self.source_names, sources, strict=False):
             if count:
                 figures[f"val/loss/{name}"] = total / count
-        if n_bytes:
+        if targets and n_bytes:
             # Losses of all targets, ends of documents too, over the bytes of the text alone.
             figures["val/bits_per_byte"] = bits_per_byte(loss, int(n_bytes))
         for total, count, _ in totals[len(sources) :]:
-            figures["train/eval_loss"] = total / max(count, 1)
+            if count:
+                figures["train/eval_loss"] = total / count
         self.validation_figures = figures
-        # For callbacks that watch a metric, such as early stopping; loggers get them elsewhere.
-        self.log_dict(figures, logger=False)
+        # For callbacks that watch a metric, such as early stopping, which stop the run where it is
+        # missing; loggers get them elsewhere.
+        self.log_dict({"val/loss": math.inf} | figures, logger=False)
 
     # Sampling
 

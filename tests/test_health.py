@@ -342,6 +342,18 @@ def test_loss_is_not_called_flat_while_the_rate_rises(warnings):
     assert warnings() == []
 
 
+def test_steps_without_a_target_are_told_and_not_taken_for_a_bad_first_loss(warnings):
+    run = Run(global_step=1)
+    empty = {"optim/lr": 1e-3, "optim/steps_without_targets": 1}
+    run.health.watch(run.trainer, empty)
+    run.health.watch(run.trainer, {"optim/lr": 1e-3, "optim/steps_without_targets": 1})
+    assert warnings() == [
+        "warning: step 1: 1 of the steps since the last log had no target, and so nothing to "
+        "learn; 1 since the start; likely labels that are all -100, rows that are all padding; try "
+        "lightning peek with the same --config, to see what is a target"
+    ]
+
+
 def test_scaler_may_skip_updates_to_find_its_scale(warnings):
     run = Run(precision="16-mixed")
     run.skips(4, 6, 6, 7, 7)

@@ -143,12 +143,24 @@ def test_sums_of_six_over_three_and_ten_over_one_make_four(fit):
 
 def test_step_without_targets_changes_no_weight_by_its_gradient(fit):
     no_decay = OptimConfig(lr=0.01, warmup=0, weight_decay=0.0)
-    module, [figures] = fit([rows(0, 0)], optim=no_decay)
-    fresh = LMModule(config=CONFIG, seed=5)
-    fresh.configure_model()
-    assert figures["train/loss"] == 0
-    assert figures["optim/grad_norm"] == 0
-    assert all(torch.equal(p, weights(fresh)[name]) for name, p in weights(module).items())
+    module = LMModule(config=CONFIG, optim=no_decay, compile=False, seed=5)
+    before: list[dict[str, torch.Tensor]] = []
+    cast(Any, module).on_train_batch_start = lambda *_: before.append(weights(module))
+    _, [empty, normal] = fit([rows(0, 0), rows(3)], module=module)
+    assert all(torch.equal(before[0][name], before[1][name]) for name in before[0])
+    assert empty.keys() == {"optim/lr", "optim/steps_without_targets"}
+    assert {"train/loss", "optim/grad_norm"} <= normal.keys()
+
+
+@pytest.mark.parametrize(("n_steps", "empty"), [(3, 3), (9, 4)], ids=["all of them", "four"])
+def test_a_run_that_learns_nothing_is_an_error(fit, n_steps: int, empty: int):
+    module = LMModule(config=CONFIG, optim=OPTIM, compile=False, max_skipped_steps=4)
+    with pytest.raises(RuntimeError) as caught:
+        fit([rows(0, 0)] * n_steps, module=module)
+    assert str(caught.value) == (
+        f"none of the {empty} steps since the start had a target, so nothing is learned: all "
+        "labels are -100; look at the samples by lightning peek"
+    )
 
 
 def test_micro_batch_without_targets_leaves_the_mean_of_the_others(fit):

@@ -1,8 +1,10 @@
 """The console line, the loggers' figures, and ends that are mistakes."""
 
 import io
+import math
+import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -167,6 +169,35 @@ def test_evaluation_is_told_at_the_step_of_its_checkpoint():
     progress.on_load_checkpoint(trainer, module(2.0), {"global_step": 15})
     progress.on_validation_end(trainer, module(2.0))
     assert stream.getvalue() == "step 15 · val loss 3.0000 · perplexity 9.00\n"
+
+
+WITHOUT = (
+    "no sample of the validation has a target, so there is no validation loss; raise "
+    "trainer.limit_val_batches or prepare other validation data"
+)
+
+
+def test_validation_without_a_target_is_one_warning_in_a_run():
+    stream = io.StringIO()
+    progress, trainer = Progress(stream), stand_in(global_step=4)
+    progress.on_validation_end(trainer, cast(Any, SimpleNamespace(validation_figures={})))
+    end_step(progress, trainer, 5, 1.0)
+    assert stream.getvalue() == f"warning: step 4: {WITHOUT}\nstep  5/20 · loss 1.0000\n"
+
+
+def test_evaluation_without_a_target_is_an_error():
+    progress, trainer = Progress(io.StringIO()), stand_in(state=SimpleNamespace(fn="validate"))
+    with pytest.raises(RuntimeError, match=re.escape(WITHOUT)):
+        progress.on_validation_end(trainer, cast(Any, SimpleNamespace(validation_figures={})))
+
+
+@pytest.mark.parametrize(
+    ("perplexity", "text"),
+    [(9.99e8, "999000000.00"), (math.exp(690), "4.6e+299"), (math.inf, "inf")],
+)
+def test_perplexity_of_a_loss_that_ran_away_stays_short(perplexity: float, text: str):
+    figures = {"val/loss": 2.0, "val/perplexity": perplexity}
+    assert validation_line(figures) == f"val loss 2.0000 · perplexity {text}"
 
 
 @pytest.mark.parametrize("error", [RuntimeError(), KeyboardInterrupt()])

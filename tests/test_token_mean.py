@@ -161,7 +161,7 @@ def test_gradient_under_a_scaler_is_that_of_the_whole_step(tmp_path, accumulate)
 def test_step_without_targets_is_counted_and_harms_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "STEPS", ([0] * 8, STEPS[0]))
     empty, normal = train(tmp_path, 1, 4, "fp32")
-    assert empty["train/loss"] == empty["optim/grad_norm"] == 0
+    assert not {"train/loss", "optim/grad_norm"} & empty.keys()
     assert empty["optim/steps_without_targets"] == normal["optim/steps_without_targets"] == 1
     loss, gradients = reference(normal["weights"], global_batch(1), CONFIG)
     assert normal["train/loss"] == pytest.approx(loss, rel=2e-6)
@@ -297,7 +297,7 @@ def test_validation_loss_of_several_sources_is_a_mean_over_targets(tmp_path):
 
 def test_validation_without_targets_is_no_number_to_be_best(tmp_path):
     figures = validate(tmp_path, [0], [0])
-    assert figures == {"val/loss": math.inf, "val/perplexity": pytest.approx(math.exp(700))}
+    assert figures == {}
 
 
 if __name__ == "__main__":
