@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import io
 import linecache
+import math
 import os
 import random
 import shutil
@@ -625,6 +626,11 @@ def cli_class(command: str, runs: bool) -> type:
             self.trainer.validate(
                 model, ckpt_path=found, weights_only=True, verbose=False, **kwargs
             )
+            if not math.isfinite(loss := model.validation_figures["val/loss"]):
+                raise RuntimeError(
+                    f"the validation loss is {loss}: the weights are too large or damaged; give an "
+                    "earlier checkpoint by --ckpt_path"
+                )
 
     return LMCLI
 
@@ -665,19 +671,23 @@ def verify(argv: list[str]) -> None:
     parser.add_argument("--ckpt_path", required=True, help="run folder or checkpoint file")
     place = Path(parser.parse_args(argv).ckpt_path)
 
-    from callbacks.checkpoint_files import checkpoints, damage
+    from callbacks.checkpoint_files import checkpoints, unusable
 
     if not place.exists():
         raise ValueError(f"--ckpt_path {place} does not exist; give a run folder or a checkpoint")
     files = [path for _, path in checkpoints(place)] if place.is_dir() else [place]
     if not files:
         raise ValueError(f"{place} holds no checkpoint; give a run folder or a file")
-    faults = {path: damage(path) for path in files}
-    for path, fault in faults.items():
+    bad = 0
+    for path in files:
+        try:
+            fault = unusable(path)
+        except (OSError, ValueError) as error:
+            fault = str(error)
         print(f"{path}: {'whole' if fault is None else fault}")
-    if any(faults.values()):
-        bad = sum(fault is not None for fault in faults.values())
-        raise RuntimeError(f"{bad} of {len(files)} checkpoints are damaged")
+        bad += fault is not None
+    if bad:
+        raise RuntimeError(f"{bad} of {len(files)} checkpoints are damaged or unreadable")
 
 
 def export(argv: list[str]) -> None:
@@ -767,6 +777,11 @@ def evaluate_texts(options: Any) -> None:
         # As a document stands in the data: after the end of another.
         ids = [tokenizer.eos_id, *tokenizer.encode_batch([text])[0]]
         one = [loss_of_text(model, ids, stride), len(ids) - 1, len(text.encode("utf-8"))]
+        if not math.isfinite(one[0]):
+            raise RuntimeError(
+                f"the loss of {file} is {one[0]}: the weights of {options.ckpt_path} are too large "
+                "or damaged; give an earlier checkpoint"
+            )
         results[file] = one
     if len(results) > 1:
         results["all"] = [sum(column) for column in zip(*results.values(), strict=True)]

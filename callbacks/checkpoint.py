@@ -1,5 +1,6 @@
 """When a run is saved, what is kept, and the state it resumes from."""
 
+import contextlib
 import functools
 import time
 from pathlib import Path
@@ -16,7 +17,10 @@ from callbacks.metrics_csv import resume_logs, save_logs
 from callbacks.moments import reach
 from callbacks.run_folder import contract
 from callbacks.trainer import announce, at_step_edge, is_dry_run, validation_follows
+from callbacks.way_out import after_non_finite
 from data.atomic import TEMPORARY
+from lm.finite import NonFiniteError
+from lm.module import LMModule
 
 # A resumed run must agree in these and in what the datamodule refuses; other differences are
 # announced, and the new value holds.
@@ -66,6 +70,7 @@ class AtomicCheckpoint(Checkpoint):
         self._states_before_validation: dict[str, Any] = {}
         self._kept_best: float | None = None
         self._failure: str | None = None
+        self._diverged: NonFiniteError | None = None
 
     # Saving
 
@@ -87,6 +92,8 @@ class AtomicCheckpoint(Checkpoint):
     ) -> None:
         if not at_step_edge(trainer, batch_idx):
             return
+        if self._diverged is not None:
+            raise self._diverged
         if validation_follows(trainer, batch_idx):
             # Beginning to validate draws from them, and a validation cut short begins again.
             self._states_before_validation = random_states()
@@ -113,10 +120,14 @@ class AtomicCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         failure = self.wait(trainer)
-        if failure or self._saved_step != trainer.global_step > 0:
+        diverged = trainer.strategy.broadcast(self._diverged)
+        if not diverged and (failure or self._saved_step != trainer.global_step > 0):
             self._saved_step = -1
             self.save_now(trainer)
             failure = self.wait(trainer)
+            diverged = trainer.strategy.broadcast(self._diverged)
+        if diverged:
+            raise diverged
         if failure:
             raise RuntimeError(f"the last checkpoint could not be written: {failure}")
 
@@ -159,7 +170,14 @@ class AtomicCheckpoint(Checkpoint):
             self._finish(path, verify, error)
             return
         if trainer.is_global_zero:
-            finish = functools.partial(self._finish, path, verify, best=self.best.get("step"))
+            in_row = cast(LMModule, trainer.lightning_module).skipped_in_row
+            finish = functools.partial(
+                self._finish,
+                path,
+                verify,
+                best=self.best.get("step"),
+                sound_until=step - in_row if in_row else None,
+            )
             cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).then(finish)
 
     def wait(self, trainer: Trainer) -> str | None:
@@ -168,30 +186,61 @@ class AtomicCheckpoint(Checkpoint):
         return trainer.strategy.broadcast(self._failure)
 
     def _finish(
-        self, path: Path, verify: bool, error: BaseException | None, best: float | None = None
+        self,
+        path: Path,
+        verify: bool,
+        error: BaseException | None,
+        best: float | None = None,
+        sound_until: int | None = None,
     ) -> None:
         """After a write: check it where asked, then drop what is not kept."""
-        fault = str(error) if error else damage(path) if verify else None
+        if isinstance(error, NonFiniteError):
+            # Raised at the next step edge, in the thread that trains.
+            self._diverged = error
+        try:
+            fault = str(error) if error else damage(path) if verify else None
+        except OSError as unread:
+            fault = str(unread)
         # A failed write costs the file and not the run; the last step's is tried once more.
         self._failure = f"{path}: {fault}" if fault else None
+        if self._diverged:
+            return
         if self._failure:
             announce(f"error: checkpoint not saved: {self._failure}")
             return
         reach("before retention")
         try:
-            self._retain(path.parent, best)
+            self._retain(path.parent, best, sound_until)
         except OSError as unkept:
             announce(f"warning: an older checkpoint could not be removed: {unkept}")
 
-    def _retain(self, folder: Path, best: float | None) -> None:
+    def _retain(self, folder: Path, best: float | None, sound_until: int | None = None) -> None:
+        """Remove the files that are not kept.
+
+        Args:
+            sound_until: Last step with a finite gradient, while updates are being skipped. The
+                newest file from before it stays: that step itself may have broken the weights.
+        """
         held = checkpoints(folder)
+        sound = [step for step, _ in held if sound_until is not None and step < sound_until][:1]
         # The best before it stays until the best itself is on disk.
         if best in [step for step, _ in held]:
             self._kept_best = best
         for place, (step, path) in enumerate(held):
             forever = self.keep_every is not None and step % self.keep_every == 0
-            if place >= self.keep_last and step != self._kept_best and not forever:
+            kept = step in (self._kept_best, *sound) or forever
+            if place >= self.keep_last and not kept:
                 path.unlink(missing_ok=True)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if isinstance(exception, NonFiniteError) and exception.step and not is_dry_run(trainer):
+            # The write in flight may still add or remove a file.
+            with contextlib.suppress(Exception):
+                cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).wait()
+            root, lr = Path(trainer.default_root_dir), cast(LMModule, pl_module).optim_config.lr
+            exception.add_note(after_non_finite(root, exception.step, lr, self.every_n_steps))
 
     # What a checkpoint holds beside Lightning's own
 

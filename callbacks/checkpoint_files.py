@@ -1,5 +1,6 @@
 """Checkpoint files: found, whole or not there, read without running what is in them."""
 
+import contextlib
 import errno
 import pickle
 import re
@@ -15,6 +16,7 @@ from torch import Tensor
 from callbacks.moments import reach, watched
 from callbacks.trainer import announce
 from data.atomic import make_folder, replaced
+from lm.finite import NonFiniteError, few, non_finite
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d+)\.ckpt")
@@ -39,27 +41,67 @@ def damage(path: Path) -> str | None:
 
     Reads all of it and compares the CRC32 that torch.save stores with each record, which
     torch.load does not.
+
+    Raises:
+        OSError: the system cannot read the file, which may be sound.
     """
+    if path.is_dir():
+        return "it is a folder"
     try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
+        with path.open("rb") as file:
+            # zipfile hides an error of the first read behind one of its own.
+            if not file.read(1):
+                return "it is empty"
+            with zipfile.ZipFile(file) as archive:
+                bad = archive.testzip()
         return f"record {bad} does not match its checksum" if bad else None
     except zipfile.BadZipFile as error:
-        size = path.stat().st_size
-        return "it is empty" if size == 0 else f"truncated or corrupt at {size} bytes ({error})"
-    except (OSError, EOFError, RuntimeError, NotImplementedError) as error:
+        return f"truncated or corrupt at {path.stat().st_size} bytes ({error})"
+    except OSError as error:
+        # Offsets that damage has made negative are "invalid"; decompressors give no number.
+        if error.errno not in (None, errno.EINVAL):
+            raise unreadable(error, path) from error
+        return f"cannot be read ({error})"
+    except Exception as error:
         return f"cannot be read ({error})"
 
 
-def newest_whole(folder: Path, say: Callable[[str], None]) -> Path:
-    """Newest whole checkpoint of a folder by step number; damaged newer ones are named.
+def unreadable(error: OSError, path: Path) -> OSError:
+    """The same error with the path, and what to do."""
+    advice = "the file may be sound, so no other is used; make it readable and try again"
+    return OSError(error.errno, f"{error.strerror}: {advice}", str(path))
+
+
+def unusable(path: Path) -> str | None:
+    """Why a checkpoint must not be used, or None: it is damaged, or tensors are not finite.
 
     Raises:
+        OSError: the system cannot read the file.
+        ValueError: the file is whole and no checkpoint.
+    """
+    return damage(path) or non_finite_state(_load(path))
+
+
+def non_finite_state(checkpoint: dict[str, Any]) -> str | None:
+    """Which tensors of a checkpoint hold NaN or infinity, or None.
+
+    The states of callbacks are theirs: a best score, say, may be infinite.
+    """
+    own = {name: value for name, value in checkpoint.items() if name != "callbacks"}
+    bad = list(non_finite(own))
+    return f"not finite: {few(bad)}" if bad else None
+
+
+def newest_whole(folder: Path, say: Callable[[str], None]) -> Path:
+    """Newest usable checkpoint of a folder by step number; unusable newer ones are named.
+
+    Raises:
+        OSError: the system cannot read a file.
         ValueError: there is none, or all are damaged.
     """
     faults = []
     for _, path in checkpoints(folder):
-        fault = damage(path)
+        fault = unusable(path)
         if fault is None:
             for line in faults:
                 say(f"warning: passed over {line}")
@@ -121,14 +163,31 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """Contents of a checkpoint on the CPU; nothing in the file is ever executed.
 
     Raises:
-        ValueError: the file is missing, damaged or holds more than tensors and plain types.
+        OSError: the system cannot read the file.
+        ValueError: the file is missing, damaged, not finite or holds more than tensors and plain
+            types.
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give a run folder or a checkpoint file")
     if fault := damage(path):
-        others = [other for _, other in checkpoints(path.parent) if damage(other) is None]
-        way_out = f"the newest sound one is {others[0]}" if others else "no sound one is beside it"
-        raise ValueError(f"{path} is not a whole checkpoint: {fault}; {way_out}")
+        raise ValueError(f"{path} is not a whole checkpoint: {fault}; {_sound_one_beside(path)}")
+    content = _load(path)
+    if fault := non_finite_state(content):
+        raise ValueError(f"{path} is of no use: {fault}; {_sound_one_beside(path)}")
+    return content
+
+
+def _sound_one_beside(path: Path) -> str:
+    for _, other in checkpoints(path.parent):
+        # The error at hand matters more than one of these files.
+        with contextlib.suppress(OSError, ValueError):
+            if unusable(other) is None:
+                return f"the newest sound one is {other}"
+    return "no sound one is beside it"
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Contents of a whole file."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -156,7 +215,12 @@ def tensor_bytes(value: Any) -> int:
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
-    """Make the file appear whole under its final name, durably, or not at all."""
+    """Make the file appear whole under its final name, durably, or not at all.
+
+    Raises:
+        NonFiniteError: a tensor of the run's own state holds NaN or infinity.
+        OSError: the file cannot be written.
+    """
     make_folder(path.parent)
     needed, free = tensor_bytes(checkpoint), shutil.disk_usage(path.parent).free
     if free < needed:
@@ -165,6 +229,9 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
             f"No space left: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free",
             str(path),
         )
+    step = checkpoint.get("global_step", 0)
+    if fault := non_finite_state(checkpoint):
+        raise NonFiniteError(f"the state after step {step} is {fault}; it is not saved", step)
     try:
         with replaced(path, reach) as temporary, temporary.open("wb") as file:
             torch.save(checkpoint, watched(file))

@@ -58,14 +58,16 @@ class AtomicCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        found: Path | ValueError = Path(path)
+        found: Path | OSError | ValueError = Path(path)
         if found.is_dir():
             if self.trainer.is_global_zero:
                 try:
                     found = newest_whole(found, announce)
-                except ValueError as error:
+                except (OSError, ValueError) as error:
                     found = error
             found = self.trainer.strategy.broadcast(found)
+            if isinstance(found, OSError):
+                raise found
             if isinstance(found, ValueError):
                 raise ValueError(str(found))
         checkpoint = read_checkpoint(found)

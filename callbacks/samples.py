@@ -5,7 +5,8 @@ from typing import Any, Protocol, cast
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from callbacks.throughput import pause_clock
-from callbacks.trainer import at_step_edge
+from callbacks.trainer import announce, at_step_edge
+from lm.finite import NonFiniteError
 
 
 class Writer(Protocol):
@@ -67,7 +68,12 @@ class Samples(Callback):
         if not (due and self.prompts and trainer.is_global_zero):
             return
         pause_clock(trainer)
-        for prompt, text in self.write(trainer, pl_module).items():
+        try:
+            texts = self.write(trainer, pl_module)
+        except NonFiniteError as error:  # training has a rule of its own for it
+            announce(f"warning: no samples at step {trainer.global_step}: {error}")
+            return
+        for prompt, text in texts.items():
             for logger in trainer.loggers:
                 if hasattr(logger, "show_text"):
                     cast(Any, logger).show_text(f"samples/{prompt}", text, trainer.global_step)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from lm.finite import NonFiniteError
 from lm.model import LM, KVCache
 
 
@@ -100,6 +101,11 @@ def pick(
     """Draw one index; see `generate` for the options."""
     # On the CPU, so that a seed does not depend on the device.
     logits = logits.cpu().double()
+    if not logits.max().isfinite():  # NaN if any is; -inf of ids that are left out does not count
+        raise NonFiniteError(
+            "the model's logits are not finite: its weights are too large or damaged; give an "
+            "earlier checkpoint"
+        )
     if temperature == 0:
         return int(logits.argmax())
     ranked, ids = logits.sort(descending=True, stable=True)

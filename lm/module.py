@@ -20,6 +20,7 @@ from torch import Tensor
 from lm.cpu import give_back_freed_memory
 from lm.evaluate import bits_per_byte
 from lm.experts import balance_loss, expert_figures
+from lm.finite import NonFiniteError, few
 from lm.flops import flops_per_token
 from lm.generate import generate
 from lm.gradients import total_norm
@@ -28,7 +29,7 @@ from lm.model import LM, ModelConfig, plain_keys
 from lm.native import find_compiler, library, native_softmax_step
 from lm.optim import OptimConfig, build_optimizer, use_fused
 from lm.schedule import warmup_cosine, warmup_steps
-from lm.trained import write_weights_file
+from lm.trained import unlike, write_weights_file
 
 # On CUDA the count of skipped updates is looked at every so many steps: a look is a sync.
 CUDA_CHECK_STEPS = 10
@@ -141,6 +142,7 @@ class LMModule(LightningModule):
         self._routing: Tensor | None = None  # of a step, mean over its micro-batches
         self._divisor = 0
         self._skipped = torch.zeros(2, dtype=torch.int64)  # in a row, in all
+        self._loaded_losses: dict[str, float | None] = {}
 
     @property
     def flops_per_token(self) -> int:
@@ -372,13 +374,25 @@ class LMModule(LightningModule):
         skipped = int(self._skipped[0])
         if skipped >= self.max_skipped_steps:
             bad = [n for n, p in named if p.grad is not None and not p.grad.isfinite().all()]
-            names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-            root = self.trainer.default_root_dir
-            raise RuntimeError(
-                f"the gradient was not finite in {skipped} steps in a row (bad now: {names}); the "
-                f"last finite step was {step - skipped}. Go on from the last checkpoint with a "
-                f"lower rate: lightning fit --config {root}/config.yaml "
-                f"--model.optim.lr {self.optim_config.lr / 3:.2g}"
+            raise NonFiniteError(
+                f"the gradient was not finite in {skipped} steps in a row (bad now: {few(bad)}); "
+                f"the last finite step was {step - skipped}",
+                step - skipped + 1,
+            )
+
+    @property
+    def skipped_in_row(self) -> int:
+        """Updates that were skipped up to now without one in between."""
+        return int(self._skipped[0])
+
+    def on_train_end(self) -> None:
+        # An outlier, or an overflow of the scaled loss in fp16, costs a step or two.
+        if (skipped := self.skipped_in_row) > 2:
+            step, loss = self.trainer.global_step, self.step_figures()["train/loss"]
+            raise NonFiniteError(
+                f"the run ended at step {step} with a loss of {loss:g}; the last {skipped} updates "
+                "were skipped because the gradient was not finite",
+                step - skipped + 1,
             )
 
     def _refuse_to_learn_nothing(self) -> None:
@@ -490,8 +504,10 @@ class LMModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["model_config"] = dataclasses.asdict(self.config)
         checkpoint["skipped_steps"] = self._skipped.tolist()
-        checkpoint["train_loss"] = self.step_figures().get("train/loss")
-        checkpoint["val_loss"] = self.validation_figures.get("val/loss")
+        # A start that has not trained or validated yet knows only those of its checkpoint.
+        losses = self._loaded_losses
+        checkpoint["train_loss"] = self.step_figures().get("train/loss", losses.get("train_loss"))
+        checkpoint["val_loss"] = self.validation_figures.get("val/loss", losses.get("val_loss"))
 
     def write_weights(self, path: Path, checkpoint: dict[str, Any]) -> None:
         """Write the weights alone, with what belongs to them.
@@ -504,7 +520,14 @@ class LMModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = plain_keys(checkpoint["state_dict"])
-        self._skipped = torch.tensor(checkpoint.get("skipped_steps", [0, 0]))
+        if faults := unlike(checkpoint["state_dict"], self.state_dict()):
+            raise ValueError(
+                f"the checkpoint does not hold the weights of this model: {few(faults)}; give a "
+                "checkpoint of this run"
+            )
+        self._loaded_losses = {name: checkpoint.get(name) for name in ("train_loss", "val_loss")}
+        # A new start gets all its chances: the count in a row would end it after a step or two.
+        self._skipped = torch.tensor([0, checkpoint.get("skipped_steps", [0, 0])[1]])
         if self.trainer.training:
             self._keep_own_settings(checkpoint)
 

@@ -49,6 +49,12 @@ class OptimConfig:
             )
 
 
+def lower_rate(lr: float) -> float:
+    """A peak learning rate to try where a run has diverged at another one."""
+    # AdamW moves each weight by about lr per step: no transformer learns at much above 1e-2.
+    return lr / 3 if lr <= 1e-2 else OptimConfig().lr
+
+
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict]:
     """Every trainable parameter once: matrices with decay, vectors (norms, biases) without."""
     trainable = [p for p in module.parameters() if p.requires_grad]

@@ -1,6 +1,7 @@
 """Trained models, wherever they lie: checkpoints, weights alone, folders of other libraries."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lm.finite import NonFiniteError, few, non_finite
 from lm.hf import read_folder, read_safetensors, save_tensors
 from lm.model import LM, ModelConfig, plain_keys
 
@@ -34,6 +36,13 @@ class Trained:
     """False of token files without one."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What is known of its training: global_step, train_loss, val_loss, contract."""
+
+    def __post_init__(self) -> None:
+        if bad := list(non_finite(self.weights)):
+            raise ValueError(
+                f"{self.source} is of no use, for weights are not finite: {few(bad)}; give an "
+                "earlier checkpoint or a sound copy"
+            )
 
     def model(self) -> LM:
         """The network, on the CPU in fp32."""
@@ -98,7 +107,7 @@ def from_folder(folder: Path) -> Trained:
     config, weights = read_folder(folder)
     if faults := differences(weights, config):
         raise ValueError(
-            f"{folder} does not hold what its config.json says: {'; '.join(faults)}; fetch it again"
+            f"{folder} does not hold what its config.json says: {few(faults)}; fetch it again"
         )
     return Trained(
         config=config, weights=weights, source=folder, tokenizer_path=folder / "tokenizer.json"
@@ -106,7 +115,14 @@ def from_folder(folder: Path) -> Trained:
 
 
 def write_weights_file(weights: dict[str, Tensor], checkpoint: dict[str, Any], path: Path) -> None:
-    """Weights by the names of `LM`, with what of a checkpoint goes along with them."""
+    """Weights by the names of `LM`, with what of a checkpoint goes along with them.
+
+    Raises:
+        NonFiniteError: a tensor holds NaN or infinity.
+        OSError: the disk refuses.
+    """
+    if bad := list(non_finite(weights)):
+        raise NonFiniteError(f"weights are not finite: {few(bad)}")
     save_tensors(weights, path, {FACTS: json.dumps(facts(checkpoint))})
 
 
@@ -119,12 +135,18 @@ def facts(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def differences(weights: dict[str, Tensor], config: ModelConfig) -> list[str]:
     """Names and shapes that are not those of a configuration's network, each with both shapes."""
     with torch.device("meta"):
-        wanted = {name: tuple(t.shape) for name, t in LM(config).state_dict().items()}
-    given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        return unlike(weights, LM(config).state_dict())
+
+
+def unlike(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """Names and shapes in which two sets of weights differ, each with both shapes."""
+    left, right = (
+        {name: tuple(t.shape) for name, t in weights.items()} for weights in (given, wanted)
+    )
     return [
-        f"{name} is {given.get(name, 'missing')} and should be {wanted.get(name, 'absent')}"
-        for name in sorted(wanted.keys() | given.keys())
-        if wanted.get(name) != given.get(name)
+        f"{name} is {left.get(name, 'missing')} and should be {right.get(name, 'absent')}"
+        for name in sorted(left.keys() | right.keys())
+        if left.get(name) != right.get(name)
     ]
 
 

@@ -98,6 +98,7 @@ class Saver:
         self.fast_dev_run = 0
         self.loggers: list[Any] = []
         self.state = SimpleNamespace(fn="fit")
+        self.lightning_module: Any = SimpleNamespace(skipped_in_row=0)
         self.strategy = SimpleNamespace(
             root_device=torch.device("cpu"),
             broadcast=lambda value: value,
@@ -260,11 +261,30 @@ def test_damaged_newest_file_is_named_and_passed_over(tmp_path, harm, text):
     assert text in said[0]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
-def test_unreadable_newest_file_is_passed_over(tmp_path):
-    sound, unreadable = save(tmp_path, 4), save(tmp_path, 6)
-    unreadable.chmod(0)
-    assert newest_whole(tmp_path, lambda _: None) == sound
+UNREADABLE = Path("/proc/self/mem")  # a file that gives EIO
+
+
+def test_read_error_is_no_damage(tmp_path):
+    save(tmp_path, 4).with_name("step-00000006.ckpt").symlink_to(UNREADABLE)
+    path = tmp_path / "checkpoints" / "step-00000006.ckpt"
+    for read in (lambda: newest_whole(tmp_path, unexpected), lambda: read_checkpoint(path)):
+        with pytest.raises(OSError, match="Input/output error") as refusal:
+            read()
+        assert str(refusal.value) == (
+            "[Errno 5] Input/output error: the file may be sound, so no other is used; make it "
+            f"readable and try again: '{path}'"
+        )
+
+
+def test_read_error_changes_no_file_and_ends_the_start(run_yaml, lightning, tmp_path):
+    config = run_yaml({"trainer.max_steps": 4})
+    assert lightning("fit", "--config", config)[0] == 0
+    newest = tmp_path / "run" / "checkpoints" / "step-00000006.ckpt"
+    newest.symlink_to(UNREADABLE)
+    before = sorted((path.name, path.lstat().st_mtime_ns) for path in newest.parent.iterdir())
+    code, _, err = lightning("fit", "--config", config, "--trainer.max_steps", 8)
+    assert (code, err.splitlines()[-1].count("Input/output error")) == (1, 1)
+    assert before == sorted((p.name, p.lstat().st_mtime_ns) for p in newest.parent.iterdir())
 
 
 def test_folder_in_place_of_a_checkpoint_is_passed_over(tmp_path):

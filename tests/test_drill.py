@@ -294,7 +294,7 @@ def test_verify_fails_on_a_damaged_file_and_says_why(
     code, out, err = lightning("verify", "--ckpt_path", tmp_path / "run")
     assert code == 1
     assert out.startswith(f"{newest}: truncated or corrupt at 2000 bytes")
-    assert err == "error: 1 of 2 checkpoints are damaged\n"
+    assert err == "error: 1 of 2 checkpoints are damaged or unreadable\n"
 
 
 def test_verify_of_nothing_is_refused(lightning: Lightning, tmp_path: Path):

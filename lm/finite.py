@@ -1,0 +1,46 @@
+"""Detection of NaN and infinity in tensors, and the error that ends a run because of them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+class NonFiniteError(RuntimeError):
+    """Training has reached numbers that are not finite."""
+
+    def __init__(self, message: str, step: int = 0) -> None:
+        """Keep the step beside the message.
+
+        Args:
+            step: First optimizer step that is known to be bad; 0 outside training.
+        """
+        super().__init__(message)
+        self.step = step
+
+
+def non_finite(value: Any, name: str = "") -> Iterator[str]:
+    """Names of the tensors in nested plain containers that hold NaN or infinity."""
+    if isinstance(value, Tensor):
+        if not is_finite(value):
+            yield name
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from non_finite(item, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from non_finite(item, f"{name}.{place}".lstrip("."))
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    if not tensor.is_floating_point():
+        return True
+    # A finite sum proves it in one pass without a mask; the sum of finite elements may overflow.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def few(names: list[str], most: int = 5) -> str:
+    """The first names of a list, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
