@@ -1,5 +1,7 @@
 """Which samples a rank's batches hold, and the loader that hands them out."""
 
+import functools
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from data.order import step_samples
+from data.processes import signals_held, start_worker
 
 
 class StepBatches:
@@ -49,13 +52,24 @@ class StepBatches:
 
 
 class TimedLoader(DataLoader):
-    """A DataLoader that adds up how long its batches were waited for."""
+    """A DataLoader that adds up how long its batches were waited for.
+
+    Its workers do not receive stop signals: the process that trains finishes the step and saves,
+    for which it needs their batches.
+    """
 
     seconds_waited = 0.0
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        init = functools.partial(start_worker, os.getpid())
+        super().__init__(*args, worker_init_fn=init, **settings)
+
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # At once, and not with the first batch: it draws from torch's generator.
-        return self._timed(super().__iter__())
+        # At once, and not with the first batch: it draws from torch's generator, and starts the
+        # workers.
+        with signals_held():
+            batches = super().__iter__()
+        return self._timed(batches)
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
