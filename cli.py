@@ -4,6 +4,7 @@ Heavy imports stand inside the functions that need them: help and a mistyped com
 """
 
 import argparse
+import atexit
 import contextlib
 import difflib
 import io
@@ -21,7 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from callbacks.console import Console, Log, drop_unread, open_standard_streams
 from callbacks.launch import forget_launcher, read_launch
+from callbacks.parent import die_with_parent, hand_over_id
+from callbacks.stop import StopRequests, die_of_interrupt
 
 # Configuration keys that always follow another one.
 LINKS = {
@@ -40,46 +44,74 @@ OVERWRITE = "--overwrite"
 # What has weights.
 TRAINED = "run folder (its newest checkpoint), checkpoint, weights file or export"
 
-# Exit codes of a program that was asked to stop; SIGUSR1 is a scheduler's early SIGTERM.
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
+# Commands whose work is what they print: they end when nobody reads it, or it cannot be written.
+PRINTERS = ("plan", "peek", "sample", "evaluate")
+
+stop = StopRequests()
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 a mistake of the user."""
-    argv = sys.argv[1:] if argv is None else argv
-    for stream in (sys.stdout, sys.stderr):
+    if argv is not None:
+        return answer(argv)
+    open_standard_streams()
+    die_with_parent()
+    codes: list[int] = []
+    # Before the libraries register theirs: so it comes after all other clean-up.
+    atexit.register(lambda: die_of_interrupt() if codes == [130] else None)
+    codes.append(answer(sys.argv[1:]))
+    return codes[0]
+
+
+def answer(argv: list[str]) -> int:
+    """Run one command with the console and the signals that suit it."""
+    streams = sys.stdout, sys.stderr
+    for stream in streams:
         if isinstance(stream, io.TextIOWrapper):
             # A terminal of a narrow alphabet must not end a run.
             stream.reconfigure(errors="backslashreplace")
-    # For the time before training, which has handlers of its own, and for all other commands.
-    handlers = {number: signal.signal(number, leave) for number in EXIT_CODES}
+    log, prints = Log(), not argv or argv[0] not in COMMANDS or argv[0] in PRINTERS
+    sys.stderr = Console(sys.stderr, log)
+    hangup = signal.getsignal(signal.SIGHUP)
+    if not prints:
+        # Work that is worth more than its messages goes on when the terminal goes away.
+        sys.stdout = Console(sys.stdout, log)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        if not argv or argv[0] in ("-h", "--help"):
-            print(overview())
-            return 0 if argv else 2
-        command = COMMANDS.get(argv[0])
-        if command is None:
-            near = difflib.get_close_matches(argv[0], COMMANDS, 1)
-            hint = f"did you mean {near[0]}?" if near else "the command comes first"
-            raise ValueError(f"{argv[0]} is not a command; {hint} ({', '.join(COMMANDS)})")
-        # Before Lightning is imported, which fails on variables that are no numbers.
-        if argv[0] in ("fit", "validate"):
-            read_launch()
-        else:
-            forget_launcher()
-        command(argv[1:])
-        return 0
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BrokenPipeError:
-        # Who read our output has had enough; Python would complain again when it closes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        with stop:
+            return run(argv)
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BrokenPipeError as error:
+        return 0 if prints else report(error)  # who read it has had enough
     except Exception as error:
         return report(error)
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGHUP, hangup)
+        sys.stdout, sys.stderr = streams
+        for stream in streams:
+            drop_unread(stream)
+
+
+def run(argv: list[str]) -> int:
+    """Run one command; errors are the caller's."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if argv else 2
+    command = COMMANDS.get(argv[0])
+    if command is None:
+        near = difflib.get_close_matches(argv[0], COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else "the command comes first"
+        raise ValueError(f"{argv[0]} is not a command; {hint} ({', '.join(COMMANDS)})")
+    # Before Lightning is imported, which fails on variables that are no numbers.
+    if argv[0] in ("fit", "validate"):
+        read_launch()
+    else:
+        forget_launcher()
+    command(argv[1:])
+    # What cannot be written is an error of the command, while there is somebody to say so.
+    sys.stdout.flush()
+    return 0
 
 
 def overview() -> str:
@@ -96,11 +128,6 @@ def overview() -> str:
             "lightning COMMAND --help shows all keys of a command.",
         ]
     )
-
-
-def leave(number: int, frame: object) -> NoReturn:
-    """Leave on a signal that comes when there is nothing to save."""
-    raise SystemExit(EXIT_CODES[signal.Signals(number)])
 
 
 def report(error: Exception) -> int:
@@ -445,7 +472,7 @@ def run_cli(command: str, argv: list[str]) -> Any:
     import yaml
 
     from callbacks.config import RunParser, check_config, config_files, load_yaml
-    from callbacks.ddp import RestartInvariantDDP, die_with_parent
+    from callbacks.ddp import RestartInvariantDDP
     from callbacks.moments import VARIABLE, Moments
     from callbacks.progress import Progress
     from callbacks.run_folder import RunConfig, RunRecord
@@ -457,11 +484,10 @@ def run_cli(command: str, argv: list[str]) -> Any:
     for file in config_files(argv):
         check_config(file, LINKS)
     quiet_libraries()
-    die_with_parent()
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     jsonargparse.set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
     runs = command in ("fit", "validate")
-    callbacks = [RestartInvariantDDP(), RunRecord(), Progress(), StopSignals(EXIT_CODES)]
+    callbacks = [RestartInvariantDDP(), RunRecord(), Progress(), StopSignals(stop)]
     if VARIABLE in os.environ:
         callbacks.append(Moments())
     return cli_class(command, runs)(
@@ -552,6 +578,7 @@ def cli_class(command: str, runs: bool) -> type:
                 keep_freed_memory()
             if runs and count_devices(trainer) > 1:
                 check_port()
+                hand_over_id()
 
         def instantiate_trainer(self, **kwargs: Any) -> Any:
             given = self._get(self.config_init, "trainer")
@@ -761,10 +788,9 @@ def evaluate(argv: list[str]) -> None:
 
 def evaluate_texts(options: Any) -> None:
     """Print the bits per byte of each text, and of all together."""
-    from data.text_loss import TextLoss
     from lm.evaluate import bits_per_byte, loss_of_text
 
-    model, tokenizer, start = load_trained(options.ckpt_path, options.device, options.tokenizer)
+    model, tokenizer = load_trained(options.ckpt_path, options.device, options.tokenizer)
     half = max(1, model.config.max_seq_len // 2)
     stride = half if options.stride is None else options.stride
     results: dict[str, list[float]] = {}
@@ -775,29 +801,15 @@ def evaluate_texts(options: Any) -> None:
             raise ValueError(f"--text {file} is not UTF-8 ({error}): convert it first") from error
         if not text:
             raise ValueError(f"--text {file} is empty: there is nothing to foretell")
-        row = tokenizer.encode_batch([text])[0]
-        loss = TextLoss(len(text), tokenizer.lost([text], [row]))
-        n_bytes = len(text.encode("utf-8")) - loss.n_lost_bytes
-        if n_bytes == 0:
-            raise ValueError(
-                f"--text {file}: the model's tokenizer knows no character of it: give another text"
-            )
-        if loss.lost:
-            print(
-                f"warning: {file}: {loss.share} do not come back from their ids: their "
-                f"{loss.n_lost_bytes:,} bytes are left out, and the bits per byte of other models "
-                "are not comparable",
-                file=sys.stderr,
-            )
-        # As a document stands in the data: after its bos, or after the end of another.
-        ids = [*(start or [tokenizer.eos_id]), *row]
-        nats = loss_of_text(model, ids, stride)
-        if not math.isfinite(nats):
+        # As a document stands in the data: after the end of another.
+        ids = [tokenizer.eos_id, *tokenizer.encode_batch([text])[0]]
+        one = [loss_of_text(model, ids, stride), len(ids) - 1, len(text.encode("utf-8"))]
+        if not math.isfinite(one[0]):
             raise RuntimeError(
-                f"the loss of {file} is {nats}: the weights of {options.ckpt_path} are too large "
+                f"the loss of {file} is {one[0]}: the weights of {options.ckpt_path} are too large "
                 "or damaged; give an earlier checkpoint"
             )
-        results[file] = [nats, len(row), n_bytes]
+        results[file] = one
     if len(results) > 1:
         results["all"] = [sum(column) for column in zip(*results.values(), strict=True)]
     for name, (nats, tokens, n_bytes) in results.items():
@@ -824,21 +836,16 @@ def sample(argv: list[str]) -> None:
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed is {options.seed}: must be 0 or more and below 2^63")
 
-    from data.continuation import continuation
-    from data.text_loss import TextLoss
     from lm.generate import generate
 
-    model, tokenizer, start = load_trained(options.ckpt_path, options.device, options.tokenizer)
+    model, tokenizer = load_trained(options.ckpt_path, options.device, options.tokenizer)
     started, count = time.perf_counter(), 0
     for prompt in options.prompt or [piped_prompt()]:
-        ids = list(tokenizer.encode_batch([prompt])[0])
-        if lost := tokenizer.lost([prompt], [ids]):
-            share = TextLoss(len(prompt), lost).share
-            print(f"warning: --prompt: {share} do not come back from their ids", file=sys.stderr)
+        # Without a prompt a document starts, as after the end of another.
+        ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
         new = generate(
             model,
-            # Without a prompt a document starts, as after the end of another.
-            start + ids or [tokenizer.eos_id],
+            ids,
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
             top_k=options.top_k,
@@ -846,13 +853,11 @@ def sample(argv: list[str]) -> None:
             seed=options.seed,
             eos_id=tokenizer.eos_id,
             n_tokens=tokenizer.size,
-            holes=tokenizer.holes,
         )
         print(prompt, end="", flush=True)
-        n_new = 0
-        for n_new, text in enumerate(continuation(tokenizer, ids, new)):  # noqa: B007
+        for text in tokenizer.decode_stream(new):
             print(text, end="", flush=True)
-        count += n_new
+            count += 1
         print(flush=True)
     rate = count / (time.perf_counter() - started)
     print(f"{count} tokens, {rate:.0f} tokens/s", file=sys.stderr)
@@ -867,16 +872,11 @@ def piped_prompt() -> str:
     return sys.stdin.read()
 
 
-def load_trained(
-    ckpt_path: str, device: str, tokenizer_path: str | None
-) -> tuple[Any, Any, list[int]]:
-    """Model and tokenizer of what a command line names, and the ids that documents begin with."""
+def load_trained(ckpt_path: str, device: str, tokenizer_path: str | None) -> tuple[Any, Any]:
+    """Model and tokenizer of what a command line names."""
     device = usable_device(device)
     trained = read_trained(Path(ckpt_path))
-    tokenizer = tokenizer_of(trained, tokenizer_path)
-    bos = trained.begins_with_bos
-    start = tokenizer.start_ids(tokenizer.adds_bos if bos is None else bos)
-    return trained.model().to(device), tokenizer, start
+    return trained.model().to(device), tokenizer_of(trained, tokenizer_path)
 
 
 def usable_device(asked: str) -> str:

@@ -1,10 +1,7 @@
 """What makes a run on several processes as repeatable as one on a single process."""
 
-import ctypes
 import os
-import signal
 import socket
-import sys
 from typing import Any, cast
 
 import torch
@@ -52,16 +49,3 @@ def check_port() -> None:
             f"MASTER_PORT is {asked}, where the processes of this run cannot meet ({error}); unset "
             "it, and a free port is taken, or give another"
         ) from None
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however that ends.
-
-    The first process of a run is left alone, unless torchrun started it.
-    """
-    started = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("LOCAL_RANK", "0") != "0"
-    if started and sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it ended before the call
-            os.kill(os.getpid(), signal.SIGKILL)

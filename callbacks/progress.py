@@ -6,6 +6,7 @@ from typing import Any, Protocol, TextIO, cast, runtime_checkable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from callbacks.console import Console
 from callbacks.metrics_csv import MetricsCSV, resume_logs
 from callbacks.run_folder import contract
 from callbacks.trainer import at_step_edge, is_logged, line_enders
@@ -217,6 +218,8 @@ class Progress(Callback):
         if not trainer.is_global_zero:
             return
         if passing and self.stream.isatty():
+            if isinstance(self.stream, Console):
+                self.stream.log.add(line)
             # A line that wraps could not be written over.
             line = line[: shutil.get_terminal_size().columns - 1]
             print(f"\r{line:<{self._open_line}}", end="", file=self.stream, flush=True)

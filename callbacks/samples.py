@@ -6,8 +6,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from callbacks.throughput import pause_clock
 from callbacks.trainer import announce, at_step_edge
-from data.continuation import continuation
-from data.tokenizer import TextTokenizer
 from lm.finite import NonFiniteError
 
 
@@ -22,10 +20,8 @@ class Writer(Protocol):
 class Reader(Protocol):
     """What the samples ask of the datamodule."""
 
-    tokenizer: TextTokenizer
-    """Of the data."""
-    begins_with_bos: bool
-    """Whether its documents begin with a bos."""
+    tokenizer: Any
+    """With encode, decode, eos_id and size."""
 
 
 class Samples(Callback):
@@ -84,16 +80,12 @@ class Samples(Callback):
 
     def write(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
         """Each prompt with its continuation."""
-        data = cast(Reader, cast(Any, trainer).datamodule)
-        tokenizer, texts = data.tokenizer, {}
+        tokenizer = cast(Reader, cast(Any, trainer).datamodule).tokenizer
+        texts = {}
         for prompt in self.prompts:
-            ids = tokenizer.encode(prompt)
+            ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
             new = cast(Writer, pl_module).continue_ids(
-                tokenizer.start_ids(data.begins_with_bos) + ids or [tokenizer.eos_id],
-                eos_id=tokenizer.eos_id,
-                n_tokens=tokenizer.size,
-                holes=tokenizer.holes,
-                **self.options,
+                ids, eos_id=tokenizer.eos_id, n_tokens=tokenizer.size, **self.options
             )
-            texts[prompt] = prompt + "".join(continuation(tokenizer, ids, new))
+            texts[prompt] = prompt + tokenizer.decode(new)
         return texts

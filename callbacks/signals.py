@@ -1,16 +1,19 @@
 """SIGTERM, SIGUSR1, Ctrl-C and the end of max_time: one agreed stop between two steps."""
 
+import os
 import signal
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from callbacks.checkpoint import AtomicCheckpoint
+from callbacks.parent import explain
+from callbacks.stop import StopRequests, under_torchrun
 from callbacks.trainer import announce, at_step_edge, validation_follows
+from data.processes import STOP_SIGNALS
 
 # Stands for the end of `trainer.max_time` among the signals; nobody sends it.
 TIME_IS_UP = signal.SIGALRM
@@ -23,30 +26,57 @@ class StopSignals(Checkpoint):
     by type, so that it runs after the one that saves.
     """
 
-    def __init__(
-        self, exit_codes: dict[signal.Signals, int], now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._exit_codes = exit_codes
+    def __init__(self, stop: StopRequests, now: Callable[[], float] = time.monotonic) -> None:
+        self._stop = stop
         self._now = now
         self._deadline = float("inf")
-        self._received = 0
-        self._before: dict[signal.Signals, Any] = {}
+        self._mask: Any = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._received = 0
         budget = cast(Any, trainer).max_seconds
         self._deadline = float("inf") if budget is None else self._now() + budget
+        if under_torchrun() and "SLURM_JOB_ID" in os.environ:
+            handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+            if "SIGUSR1" not in handled:
+                announce(
+                    "warning: a SIGUSR1 of SLURM kills torchrun, and nothing is saved then; add "
+                    "--signals-to-handle SIGTERM,SIGINT,SIGUSR1 to torchrun"
+                )
         # From here on there is something to save; before, a signal leaves at once.
-        self._before = {number: signal.signal(number, self._handle) for number in self._exit_codes}
+        self._stop.saves = True
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._received:
-            raise SystemExit(self._exit_codes[signal.Signals(self._received)])
-        self._received = number
+    def _hold(self) -> None:
+        """Block the signals in this thread alone: a compiler that it starts must not die of them.
+
+        Another thread receives them meanwhile.
+        """
+        if self._mask is None:
+            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def _release(self) -> None:
+        if self._mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            self._mask = None
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._hold()
+
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._hold()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._release()
         if at_step_edge(trainer, batch_idx) and not validation_follows(trainer, batch_idx):
             self._leave_if_asked(trainer)
 
@@ -59,6 +89,7 @@ class StopSignals(Checkpoint):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
+        self._release()
         # A validation may take longer than the grace before a SIGKILL. What is saved here says
         # that it is still due.
         if trainer.state.fn == "fit":
@@ -69,7 +100,7 @@ class StopSignals(Checkpoint):
             self._leave_if_asked(trainer)
 
     def _leave_if_asked(self, trainer: Trainer, by_the_clock: bool = True) -> None:
-        number = self._received
+        number = self._stop.received
         # A validation longer than the budget would else begin anew at every start.
         if not number and by_the_clock and self._now() >= self._deadline:
             number = TIME_IS_UP
@@ -90,11 +121,20 @@ class StopSignals(Checkpoint):
             f"\n{reason}: saved at step {trainer.global_step} of {trainer.max_steps}; "
             "the same command goes on from here"
         )
-        # Another rank's code is for the one that started it, which kills all ranks on any but 0.
-        code = self._exit_codes.get(signal.Signals(number), 0)
-        raise SystemExit(code if trainer.is_global_zero else 0)
+        # Lightning's launcher, in the first rank of a machine, kills all ranks where one that it
+        # started ends with another code than 0. Everybody else needs to see the signal's.
+        strategy: Any = trainer.strategy
+        launched = (
+            trainer.local_rank > 0 and not strategy.cluster_environment.creates_processes_externally
+        )
+        raise SystemExit(0 if launched else self._stop.code(number))
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if trainer.world_size > 1 and isinstance(exception, RuntimeError):
+            explain(exception, trainer.strategy)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+        self._release()
+        self._stop.saves = False

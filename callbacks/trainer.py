@@ -16,9 +16,11 @@ from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.launch import Launch, check_processes, read_launch
+from callbacks.parent import watch_ranks
 
 Precision = Literal[
     "auto", "bf16-mixed", "16-mixed", "32-true", "bf16-true", "16-true", "64-true",
@@ -328,6 +330,8 @@ class Trainer(LightningTrainer):
         # micro-batch, in vain where a child gets the signal. `callbacks/signals.py` does it.
         self._signal_connector.register_signal_handlers = lambda: None
         self.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        # Lightning's observer kills this process where another one ends, and says nothing of use.
+        cast(Any, subprocess_script)._launch_process_observer = watch_ranks
 
     def _run_stage(self) -> Any:
         result = super()._run_stage()

@@ -1,6 +1,8 @@
 """Stop signals: the step is finished and saved, and the exit code is the shell's."""
 
 import itertools
+import os
+import queue
 import re
 import signal
 import subprocess
@@ -15,12 +17,13 @@ from callbacks.checkpoint import AtomicCheckpoint
 from callbacks.checkpoint_files import newest_whole, read_checkpoint
 from callbacks.drill import compare, rows
 from callbacks.signals import StopSignals
-from cli import EXIT_CODES
+from callbacks.stop import EXIT_CODES, REPEAT, StopRequests
 from lm.module import LMModule
 
 ROOT = Path(__file__).parent.parent
 NO_MODULE: Any = None
-CODES = [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)]
+# A shell shows 130 for a program that died of SIGINT, and ends its loop.
+CODES = [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, -signal.SIGINT)]
 ENDLESS = {
     "trainer.max_steps": 1_000_000,
     "trainer.val_check_interval": 1_000_000,
@@ -29,14 +32,19 @@ ENDLESS = {
 
 
 def fit_until_signalled(config: Path, number: signal.Signals) -> tuple[int, list[str]]:
-    """Start a run, send the signal once it trains; its exit code and lines on stderr."""
-    command = [sys.executable, "cli.py", "fit", "--config", str(config)]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
+    """Start a run with workers, send the signal to its process group once it trains.
+
+    Returns its exit code and lines on stderr.
+    """
+    command = [sys.executable, "cli.py", "fit", "--config", str(config), "--data.num_workers=1"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as run:
         assert run.stderr
         lines = [run.stderr.readline()]
         while lines[-1] and not lines[-1].startswith("step "):
             lines.append(run.stderr.readline())
-        run.send_signal(number)
+        os.killpg(run.pid, number)
         lines += run.stderr.readlines()
     return run.returncode, [line.rstrip("\n") for line in lines]
 
@@ -133,7 +141,7 @@ def stand_in(**changes: Any) -> Any:
         "max_seconds": None,
         "strategy": SimpleNamespace(barrier=lambda: None),
         "largest": lambda number: number,
-        "is_global_zero": True,
+        "local_rank": 0,
         "state": SimpleNamespace(fn="fit"),
         "checkpoint_callbacks": [Saver()],
     }
@@ -141,13 +149,20 @@ def stand_in(**changes: Any) -> Any:
 
 
 @pytest.fixture
-def signalled():
+def requests():
+    """Stop requests of a training."""
+    with StopRequests() as stop:
+        stop.saves = True
+        yield stop
+
+
+@pytest.fixture
+def signalled(requests):
     """Stop signals of a training that got SIGTERM."""
-    callback: Any = StopSignals(EXIT_CODES)
+    callback: Any = StopSignals(requests)
     callback.on_train_start(stand_in(), None)
     signal.raise_signal(signal.SIGTERM)
-    yield callback
-    callback.teardown(stand_in(), None, "fit")
+    return callback
 
 
 @pytest.mark.parametrize("batch_idx", [3, 4])
@@ -189,26 +204,106 @@ def test_validation_outside_a_fit_is_not_stopped(signalled):
     assert trainer.checkpoint_callbacks[0].steps == []
 
 
-def test_second_signal_leaves_at_once_with_the_code_of_the_first(signalled):
-    with pytest.raises(SystemExit) as stop:
-        signal.raise_signal(signal.SIGINT)
-    assert stop.value.code == 143
-
-
-def test_run_without_a_signal_goes_on():
-    callback, trainer = StopSignals(EXIT_CODES), stand_in()
+def test_run_without_a_signal_goes_on(requests):
+    callback, trainer = StopSignals(requests), stand_in()
     callback.on_train_batch_end(trainer, NO_MODULE, None, None, 5)
     assert trainer.checkpoint_callbacks[0].steps == []
 
 
+@pytest.mark.parametrize(
+    ("local_rank", "external", "code"),
+    [(0, False, 143), (1, False, 0), (0, True, 143), (1, True, 143)],
+)
+def test_only_ranks_that_lightning_launched_leave_with_zero(signalled, local_rank, external, code):
+    environment = SimpleNamespace(creates_processes_externally=external)
+    strategy = SimpleNamespace(barrier=lambda: None, cluster_environment=environment)
+    trainer = stand_in(local_rank=local_rank, strategy=strategy)
+    with pytest.raises(SystemExit) as stop:
+        signalled.on_train_batch_end(trainer, None, None, None, 5)
+    assert stop.value.code == code
+
+
+# What counts as a second request
+
+
+@pytest.fixture
+def left() -> Any:
+    """Codes with which a process would have left at once."""
+    return queue.Queue()
+
+
+def send(stop: StopRequests, *numbers: signal.Signals) -> None:
+    stop.saves = True
+    for number in numbers:
+        signal.raise_signal(number)
+
+
+def test_second_signal_leaves_at_once_by_the_first(left, capsys):
+    with StopRequests(left.put) as stop:
+        send(stop, signal.SIGTERM, signal.SIGINT)
+        assert left.get(timeout=60) == signal.SIGTERM
+    assert capsys.readouterr().err == (
+        "\nSIGINT, the second signal: left at once; the same command goes on from the newest "
+        "checkpoint\n"
+    )
+
+
 @pytest.mark.parametrize("number", EXIT_CODES)
-def test_earlier_handlers_are_put_back_after_the_run(number):
+def test_same_signal_passed_on_by_a_launcher_is_no_second_request(number, left):
+    with StopRequests(left.put, lambda: 0.0) as stop:
+        send(stop, number, number)
+        # What comes after it is one, so it is known to have been looked at.
+        send(stop, signal.SIGINT if number != signal.SIGINT else signal.SIGTERM)
+        left.get(timeout=60)
+    assert (left.empty(), stop.received) == (True, number)
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds"), [(signal.SIGTERM, REPEAT), (signal.SIGINT, 0.5)], ids=["late", "Ctrl-C"]
+)
+def test_same_signal_of_an_impatient_person_leaves_at_once(number, seconds, left):
+    clock = iter([0.0, seconds])
+    with StopRequests(left.put, lambda: next(clock)) as stop:
+        send(stop, number, number)
+        assert left.get(timeout=60) == number
+
+
+def test_ctrl_c_that_torchrun_passes_on_is_no_second_request(left, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    clock = iter([0.0, 0.5, 0.6])
+    with StopRequests(left.put, lambda: next(clock)) as stop:
+        send(stop, signal.SIGINT, signal.SIGINT, signal.SIGTERM)
+        left.get(timeout=60)
+    assert left.empty()
+
+
+@pytest.mark.parametrize("number", EXIT_CODES)
+def test_signal_leaves_by_an_exception_when_nothing_is_to_be_saved(number):
+    with StopRequests() as stop, pytest.raises(SystemExit) as found:
+        signal.raise_signal(number)
+    assert (found.value.code, stop.code(number)) == (EXIT_CODES[number], EXIT_CODES[number])
+
+
+def test_native_call_does_not_keep_a_process_that_has_nothing_to_save(left):
+    with StopRequests(left.put):
+        # Python's handler does not run, as in a call that does not return.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.raise_signal(signal.SIGTERM)
+        assert left.get(timeout=60) == signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [*EXIT_CODES, signal.SIGHUP])
+def test_earlier_handlers_are_put_back(number, lightning):
     before = signal.getsignal(number)
-    callback: Any = StopSignals(EXIT_CODES)
-    callback.on_train_start(stand_in(), None)
-    during = signal.getsignal(number)
-    callback.teardown(stand_in(), None, "fit")
-    assert (during != before, signal.getsignal(number)) == (True, before)
+    lightning("verify", "--ckpt_path", "nowhere")
+    assert signal.getsignal(number) == before
+
+
+def test_lost_terminal_is_a_request_under_torchrun_alone(monkeypatch):
+    with StopRequests() as alone:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+        with StopRequests() as under_torchrun:
+            assert [stop.code(signal.SIGHUP) for stop in (alone, under_torchrun)] == [0, 129]
 
 
 # Time limit
@@ -220,9 +315,8 @@ def budgeted():
 
     def after(seconds: float) -> Any:
         clock = iter([0.0, seconds])
-        callback = StopSignals(EXIT_CODES, lambda: next(clock))
+        callback = StopSignals(StopRequests(), lambda: next(clock))
         callback.on_train_start(stand_in(max_seconds=10.0), NO_MODULE)
-        callback.teardown(stand_in(), NO_MODULE, "fit")
         return callback
 
     return after

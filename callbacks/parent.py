@@ -1,0 +1,91 @@
+"""Ranks and the process that started them: neither goes on without the other."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from callbacks.stop import EXIT_CODES, under_torchrun
+from data.processes import die_with
+
+# Process id of the rank that starts the others, for these.
+VARIABLE = "RELIGHT_PARENT"
+# Seconds between looks at the ranks, and those that a first rank has to end by itself.
+LOOK, PATIENCE = 0.5, 5.0
+
+
+def die_with_parent() -> None:
+    """End with the process that started this rank, if one did: torchrun's agent or the first rank.
+
+    This comes first in a process: a parent that is gone already could not be told from another.
+    """
+    parent = os.environ.get(VARIABLE)
+    if under_torchrun():
+        die_with(os.getppid())
+    elif parent is not None and os.environ.get("LOCAL_RANK", "0") != "0":
+        die_with(int(parent))
+
+
+def hand_over_id() -> None:
+    """Hand this process's id over to the ranks that it starts."""
+    os.environ[VARIABLE] = str(os.getpid())
+
+
+def lost_rank(ranks: list[subprocess.Popen]) -> tuple[str, int] | None:
+    """The rank that ended before its time, in words, and the exit code that follows from it."""
+    for number, rank in enumerate(ranks, 1):
+        code = rank.poll()
+        if code is None or code == 0:
+            continue
+        how = f"ended with exit code {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            how += ", as the system does when memory runs out"
+        words = (
+            f"rank {number} (process {rank.pid}) {how}; the same command goes on from the newest "
+            "checkpoint"
+        )
+        return words, code if code in (2, *EXIT_CODES.values()) else 1
+    return None
+
+
+def watch_ranks(ranks: list[subprocess.Popen]) -> None:
+    """End this process, the first rank, when one that it started ends before its time.
+
+    A collective that the other one misses may wait for half an hour.
+    """
+
+    def watch() -> None:
+        while (lost := lost_rank(ranks)) is None:
+            time.sleep(LOOK)
+        # Mostly this rank fails at the same, or at the lost connection, and says so itself.
+        time.sleep(PATIENCE)
+        words, code = lost
+        print(f"error: {words}", file=sys.stderr, flush=True)
+        for rank in ranks:
+            rank.kill()
+        os._exit(code)
+
+    threading.Thread(target=watch, name="ranks", daemon=True).start()
+
+
+def explain(error: BaseException, strategy: Any) -> None:
+    """Add to an error of a collective which rank is gone, and how to go on."""
+    ranks = getattr(strategy.launcher, "procs", [])
+    is_lost = any(word in str(error) for word in ("gloo", "Connection", "ncclRemoteError"))
+    if not is_lost or getattr(error, "__notes__", None):
+        return
+    until = time.monotonic() + 2 * LOOK
+    while ranks and lost_rank(ranks) is None and time.monotonic() < until:
+        time.sleep(LOOK / 10)
+    lost = lost_rank(ranks)
+    error.add_note(
+        lost[0]
+        if lost
+        else "another rank has ended or cannot be reached, and says itself why unless it was "
+        "killed; the same command goes on from the newest checkpoint"
+    )
