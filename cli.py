@@ -788,9 +788,10 @@ def evaluate(argv: list[str]) -> None:
 
 def evaluate_texts(options: Any) -> None:
     """Print the bits per byte of each text, and of all together."""
+    from data.text_loss import TextLoss
     from lm.evaluate import bits_per_byte, loss_of_text
 
-    model, tokenizer = load_trained(options.ckpt_path, options.device, options.tokenizer)
+    model, tokenizer, start = load_trained(options.ckpt_path, options.device, options.tokenizer)
     half = max(1, model.config.max_seq_len // 2)
     stride = half if options.stride is None else options.stride
     results: dict[str, list[float]] = {}
@@ -801,15 +802,29 @@ def evaluate_texts(options: Any) -> None:
             raise ValueError(f"--text {file} is not UTF-8 ({error}): convert it first") from error
         if not text:
             raise ValueError(f"--text {file} is empty: there is nothing to foretell")
-        # As a document stands in the data: after the end of another.
-        ids = [tokenizer.eos_id, *tokenizer.encode_batch([text])[0]]
-        one = [loss_of_text(model, ids, stride), len(ids) - 1, len(text.encode("utf-8"))]
-        if not math.isfinite(one[0]):
+        row = tokenizer.encode_batch([text])[0]
+        loss = TextLoss(len(text), tokenizer.lost([text], [row]))
+        n_bytes = len(text.encode("utf-8")) - loss.n_lost_bytes
+        if n_bytes == 0:
+            raise ValueError(
+                f"--text {file}: the model's tokenizer knows no character of it: give another text"
+            )
+        if loss.lost:
+            print(
+                f"warning: {file}: {loss.share} do not come back from their ids: their "
+                f"{loss.n_lost_bytes:,} bytes are left out, and the bits per byte of other models "
+                "are not comparable",
+                file=sys.stderr,
+            )
+        # As a document stands in the data: after its bos, or after the end of another.
+        ids = [*(start or [tokenizer.eos_id]), *row]
+        nats = loss_of_text(model, ids, stride)
+        if not math.isfinite(nats):
             raise RuntimeError(
-                f"the loss of {file} is {one[0]}: the weights of {options.ckpt_path} are too large "
+                f"the loss of {file} is {nats}: the weights of {options.ckpt_path} are too large "
                 "or damaged; give an earlier checkpoint"
             )
-        results[file] = one
+        results[file] = [nats, len(row), n_bytes]
     if len(results) > 1:
         results["all"] = [sum(column) for column in zip(*results.values(), strict=True)]
     for name, (nats, tokens, n_bytes) in results.items():
@@ -836,16 +851,21 @@ def sample(argv: list[str]) -> None:
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed is {options.seed}: must be 0 or more and below 2^63")
 
+    from data.continuation import continuation
+    from data.text_loss import TextLoss
     from lm.generate import generate
 
-    model, tokenizer = load_trained(options.ckpt_path, options.device, options.tokenizer)
+    model, tokenizer, start = load_trained(options.ckpt_path, options.device, options.tokenizer)
     started, count = time.perf_counter(), 0
     for prompt in options.prompt or [piped_prompt()]:
-        # Without a prompt a document starts, as after the end of another.
-        ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+        ids = list(tokenizer.encode_batch([prompt])[0])
+        if lost := tokenizer.lost([prompt], [ids]):
+            share = TextLoss(len(prompt), lost).share
+            print(f"warning: --prompt: {share} do not come back from their ids", file=sys.stderr)
         new = generate(
             model,
-            ids,
+            # Without a prompt a document starts, as after the end of another.
+            start + ids or [tokenizer.eos_id],
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
             top_k=options.top_k,
@@ -853,11 +873,13 @@ def sample(argv: list[str]) -> None:
             seed=options.seed,
             eos_id=tokenizer.eos_id,
             n_tokens=tokenizer.size,
+            holes=tokenizer.holes,
         )
         print(prompt, end="", flush=True)
-        for text in tokenizer.decode_stream(new):
+        n_new = 0
+        for n_new, text in enumerate(continuation(tokenizer, ids, new)):  # noqa: B007
             print(text, end="", flush=True)
-            count += 1
+        count += n_new
         print(flush=True)
     rate = count / (time.perf_counter() - started)
     print(f"{count} tokens, {rate:.0f} tokens/s", file=sys.stderr)
@@ -872,11 +894,16 @@ def piped_prompt() -> str:
     return sys.stdin.read()
 
 
-def load_trained(ckpt_path: str, device: str, tokenizer_path: str | None) -> tuple[Any, Any]:
-    """Model and tokenizer of what a command line names."""
+def load_trained(
+    ckpt_path: str, device: str, tokenizer_path: str | None
+) -> tuple[Any, Any, list[int]]:
+    """Model and tokenizer of what a command line names, and the ids that documents begin with."""
     device = usable_device(device)
     trained = read_trained(Path(ckpt_path))
-    return trained.model().to(device), tokenizer_of(trained, tokenizer_path)
+    tokenizer = tokenizer_of(trained, tokenizer_path)
+    bos = trained.begins_with_bos
+    start = tokenizer.start_ids(tokenizer.adds_bos if bos is None else bos)
+    return trained.model().to(device), tokenizer, start
 
 
 def usable_device(asked: str) -> str:

@@ -1,17 +1,17 @@
 """The folder of a run: who may write there, and what it says about itself."""
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -21,35 +21,26 @@ from lightning.pytorch.utilities import rank_zero_only
 from callbacks.console import keep_log
 from callbacks.trackers import KEY, TrackedRun
 from callbacks.trainer import announce, is_dry_run
-from data.atomic import make_folder, replace_text
+from data.atomic import replace_text
+from data.lock import Owner, held
 
 PACKAGES = ("relight", "torch", "lightning", "numpy", "tokenizers")
 
 
-def lock(root: Path) -> TextIO:
-    """Take the run folder for this process; the system frees it when the process ends.
+def lock(root: Path) -> AbstractContextManager[None]:
+    """Hold the run folder for this process, on all nodes that see it.
 
     Raises:
         ValueError: another process holds it.
     """
-    make_folder(root)
-    file = (root / ".lock").open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip() or "unknown"
-        file.close()
+
+    def refuse(owner: Owner) -> None:
         raise ValueError(
-            f"{root} is in use by another run (process {owner}): two runs must not write to one "
-            "folder; stop that one or give another trainer.default_root_dir"
-        ) from None
-    # Workers that outlive a kill by a moment must not keep the folder taken.
-    os.register_at_fork(after_in_child=file.close)
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
-    return file
+            f"{root} is in use by another run ({owner}): two runs must not write to one folder; "
+            "stop that one or give another trainer.default_root_dir"
+        )
+
+    return held(root, refuse, announce)
 
 
 def set_aside(path: Path) -> Path:

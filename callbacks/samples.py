@@ -6,6 +6,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from callbacks.throughput import pause_clock
 from callbacks.trainer import announce, at_step_edge
+from data.continuation import continuation
+from data.tokenizer import TextTokenizer
 from lm.finite import NonFiniteError
 
 
@@ -20,8 +22,10 @@ class Writer(Protocol):
 class Reader(Protocol):
     """What the samples ask of the datamodule."""
 
-    tokenizer: Any
-    """With encode, decode, eos_id and size."""
+    tokenizer: TextTokenizer
+    """Of the data."""
+    begins_with_bos: bool
+    """Whether its documents begin with a bos."""
 
 
 class Samples(Callback):
@@ -80,12 +84,16 @@ class Samples(Callback):
 
     def write(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
         """Each prompt with its continuation."""
-        tokenizer = cast(Reader, cast(Any, trainer).datamodule).tokenizer
-        texts = {}
+        data = cast(Reader, cast(Any, trainer).datamodule)
+        tokenizer, texts = data.tokenizer, {}
         for prompt in self.prompts:
-            ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+            ids = tokenizer.encode(prompt)
             new = cast(Writer, pl_module).continue_ids(
-                ids, eos_id=tokenizer.eos_id, n_tokens=tokenizer.size, **self.options
+                tokenizer.start_ids(data.begins_with_bos) + ids or [tokenizer.eos_id],
+                eos_id=tokenizer.eos_id,
+                n_tokens=tokenizer.size,
+                holes=tokenizer.holes,
+                **self.options,
             )
-            texts[prompt] = prompt + tokenizer.decode(new)
+            texts[prompt] = prompt + "".join(continuation(tokenizer, ids, new))
         return texts

@@ -1,19 +1,23 @@
 """TensorBoard without a seam: one event stream a run, and a page that is laid out."""
 
-import contextlib
+import os
+import re
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard.summary import hparams
 
+from callbacks.event_file import EventFile, Page
+from callbacks.run_folder import set_aside
 from callbacks.trainer import announce
-from data.atomic import sync
+
+EVENTS = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 
 # Curves that belong into one picture, under Custom Scalars.
 LAYOUT = {
@@ -35,22 +39,46 @@ class SeamlessTensorBoard(TensorBoardLogger):
 
     def __init__(self, root: Path, plan: Callable[[], str] | None = None) -> None:
         super().__init__(root, name="", version="tensorboard", default_hp_metric=False)
+        self._folder = root / "tensorboard"
         self._plan = plan
+        self._purge_step: int | None = None
+        self._events: EventFile | None = None
         self._fails = False
-        self._step = 0  # of the last figures
+
+    @property
+    def log_dir(self) -> str:
+        # Lightning's own expands what looks like a variable or a home folder.
+        return str(self._folder)
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
         # Lightning asks at set-up, before the position is known, and the answer must purge.
-        return super().experiment if "purge_step" in self._kwargs else None
+        if self._experiment is None and self._purge_step is not None:
+            self._events = EventFile(self._folder, self._tell)
+            self._experiment = cast(Any, Page(self._events, self._purge_step))
+        return self._experiment
+
+    def _tell(self, error: OSError | None) -> None:
+        if error is not None and not self._fails:
+            announce(
+                f"warning: TensorBoard's figures cannot be written: {error}; the run goes on, and "
+                "they wait in memory until that is mended"
+            )
+        self._fails = error is not None
 
     @rank_zero_only
     def resume_at(self, step: int) -> None:
         """Have the page drop all rows past a step; to be called before the first figure."""
         # Step 0 has the page's own texts, which a start at step 0 writes again.
-        self._kwargs["purge_step"] = step + 1 if step else 0
-        self._put_in_order()
+        self._purge_step = step + 1 if step else 0
+        try:
+            if os.path.lexists(self._folder) and not self._folder.is_dir():
+                aside = set_aside(self._folder)
+                announce(f"warning: {self._folder} is no folder: set aside as {aside}")
+            self._put_in_order()
+        except OSError as error:
+            self._tell(error)
         if step == 0:
             self.experiment.add_custom_scalars(LAYOUT)
             if self._plan is not None:
@@ -67,66 +95,40 @@ class SeamlessTensorBoard(TensorBoardLogger):
         for summary in hparams(plain, {"val/loss": 0.0}):
             writer.add_summary(summary)
 
-    def _files(self) -> list[Path]:
-        return list(Path(self.log_dir).glob("events.out.tfevents.*"))
+    def _names(self) -> list[str]:
+        return os.listdir(self._folder) if self._folder.exists() else []
 
     def _put_in_order(self) -> None:
         # The page reads event files by the time in their names. After a clock was set back the new
         # one would come first, and the purge would be of nothing.
-        now = int(time.time())
-        late = [path for path in sorted(self._files()) if int(path.name.split(".")[3]) >= now]
-        for place, path in enumerate(late):
-            parts = path.name.split(".")
+        now, found = int(time.time()), [EVENTS.match(path) for path in self._names()]
+        late = sorted(match.string for match in found if match and int(match[1]) >= now)
+        for place, name in enumerate(late):
+            parts = name.split(".")
             parts[3] = f"{now - len(late) + place:010d}"
-            path.rename(path.with_name(".".join(parts)))
-
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self._step = self._step if step is None else step
-        with self._survived():
-            super().log_metrics(metrics, step)
+            (self._folder / name).rename(self._folder / ".".join(parts))
 
     @rank_zero_only
     def show_text(self, tag: str, text: str, step: int) -> None:
         """Show a text with its lines and indents, under Text."""
-        with self._survived():
-            # Four spaces keep them.
-            lines = "\n".join(f"    {line}" for line in text.splitlines())
-            self.experiment.add_text(tag, lines, step)
+        # Four spaces keep them.
+        lines = "\n".join(f"    {line}" for line in text.splitlines())
+        self.experiment.add_text(tag, lines, step)
 
     @rank_zero_only
     def save(self) -> None:
         """Put what was logged on disk: rows not flushed die with a kill."""
-        with self._survived():
-            if self._experiment is not None:
-                self._experiment.flush()
+        if self._events is not None:
+            self._events.flush()
 
     @rank_zero_only
     def sync(self) -> None:
         """Return when the saved events outlive a power failure."""
-        with self._survived():
-            for path in sorted(self._files())[-1:]:
-                sync(path)
+        if self._events is not None and not self._fails:
+            self._events.sync()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        with self._survived():
-            super().finalize(status)
-
-    @contextlib.contextmanager
-    def _survived(self) -> Iterator[None]:
-        """A full disk must not end a run: its writer is dead, and the next step has another."""
-        try:
-            yield
-            self._fails = False
-        except (OSError, ValueError) as error:
-            # Lightning wraps whatever the writer raises.
-            cause = error.__cause__ if isinstance(error, ValueError) else error
-            if not isinstance(cause, OSError):
-                raise
-            self._experiment = None
-            # What is on the page stays.
-            self._kwargs["purge_step"] = self._step + 1
-            if not self._fails:
-                announce(f"warning: the curves in {self.log_dir} have a gap: {cause}")
-            self._fails = True
+        self.save()
+        if self._fails:
+            announce(f"warning: the curves in {self._folder} end early")

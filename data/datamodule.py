@@ -164,6 +164,14 @@ class LMDataModule(LightningDataModule):
     def _first_source(self) -> Source:
         return next(iter(self.sources.values()))
 
+    @property
+    def begins_with_bos(self) -> bool:
+        """Whether documents begin with a bos, stored or put before each row."""
+        specials = self._first_source.specials
+        if specials is None or specials.bos is None:
+            return False
+        return specials.bos_stored or self.rows is not None
+
     @functools.cached_property
     def tokenizer(self) -> TextTokenizer:
         """What turns text into ids and back.
@@ -423,6 +431,7 @@ class LMDataModule(LightningDataModule):
             "data.micro_batch_size": self.micro_batch_size,
             **{key: source.fingerprints["train"] for key, source in prints.items()},
             "tokenizer fingerprint": self._first_source.tokenizer_fingerprint,
+            "documents begin with bos": self.begins_with_bos,
             "global batch size": self.global_batch_size,
         }
 

@@ -6,6 +6,7 @@ from itertools import groupby
 from jaxtyping import Int
 from torch import Tensor
 
+from data.continuation import continuation
 from data.tokenizer import TextTokenizer
 from data.windows import IGNORE_INDEX, Samples
 
@@ -42,8 +43,11 @@ def _padding(labels: Int[Tensor, " L"]) -> int:
 def _marked(ids: Int[Tensor, " N"], labels: Int[Tensor, " L"], tokenizer: TextTokenizer) -> str:
     # The first id is given and never asked for.
     learned = [place > 0 and label != IGNORE_INDEX for place, label in enumerate(labels.tolist())]
-    parts = []
+    known, parts = ids.tolist(), []
     for is_target, places in groupby(range(len(ids)), key=learned.__getitem__):
-        text = tokenizer.decode([int(ids[place]) for place in places])
+        places = list(places)
+        text = "".join(
+            continuation(tokenizer, known[: places[0]], known[places[0] : places[-1] + 1])
+        )
         parts.append(text if is_target else f"{MARKS[0]}{text}{MARKS[1]}")
     return "".join(parts)

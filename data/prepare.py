@@ -1,6 +1,5 @@
 """Raw text in, a folder of token files out: train.bin, val.bin, tokenizer.json, meta.json."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -12,10 +11,11 @@ from typing import Any, Literal
 
 import tokenizers
 
-from data.atomic import make_folder, replace_text, sync
+from data.atomic import replace_text, sync
 from data.corpus import SourceFile, describe, python_files
 from data.encode import Sources, encode, training_texts
 from data.folder import FILES, FORMAT, load_meta, missing_files, split_fingerprint
+from data.lock import Owner, held
 from data.ownership import TOKEN_FILE, WORK, finished
 from data.readers import Input, find_inputs, refuse_twins
 from data.specials import END_OF_TEXT
@@ -205,18 +205,22 @@ def _locked(
 ) -> dict[str, Any]:
     if job.tokenizer is not None:
         _check_tokenizer(job.tokenizer, job.settings)
-    make_folder(output)
-    folder = os.open(output, os.O_RDONLY)
-    try:
-        # Runs that start together on a missing corpus prepare it once.
-        fcntl.flock(folder, fcntl.LOCK_EX)
+    made_from, softer = _made_from(job.identity()), _made_from(job.softer())
+
+    def already() -> dict[str, Any] | None:
         if made_already and not missing_files(output):
             return load_meta(output)
-        made_from, softer = _made_from(job.identity()), _made_from(job.softer())
         meta = None if overwrite else finished(output, made_from, softer, job.tokenizer)
-        if meta is not None:
-            if progress:
-                print(f"nothing to do: {output} is prepared from the same inputs", file=sys.stderr)
+        if meta is not None and progress:
+            print(f"nothing to do: {output} is prepared from the same inputs", file=sys.stderr)
+        return meta
+
+    # Before the lock too, which a folder that can only be read has no place for.
+    if output.is_dir() and (meta := already()) is not None:
+        return meta
+    # Runs that start together on a missing corpus prepare it once.
+    with held(output, Waiting(output)):
+        if (meta := already()) is not None:
             return meta
         work = Work(output / WORK, job.identity(), job.softer())
         try:
@@ -229,8 +233,18 @@ def _locked(
             work.close()
         _publish(work, output, meta)
         return meta
-    finally:
-        os.close(folder)
+
+
+class Waiting:
+    """Says once who is waited for."""
+
+    def __init__(self, output: Path) -> None:
+        self.output, self.told = output, False
+
+    def __call__(self, owner: Owner) -> None:
+        if not self.told:
+            print(f"waiting for {owner}, which prepares {self.output}", file=sys.stderr)
+        self.told = True
 
 
 def _made_from(identity: dict[str, Any]) -> dict[str, Any]:

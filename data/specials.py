@@ -16,6 +16,9 @@ PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|padding|>", "<|finetune_right_pad_i
 SPECIAL_NAMES = {"eos": EOS_NAMES, "bos": BOS_NAMES, "pad": PAD_NAMES}
 """The first that a vocabulary has is taken."""
 
+UNUSED = "<|unused{}|>"
+"""Name of a token that fills a gap between the ids of a tiktoken vocabulary."""
+
 NAMED = "relight:"
 
 
@@ -27,18 +30,29 @@ def declared_names(folder: Path) -> dict[str, str]:
     """
     names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        if not (folder / file).is_file():
-            continue
-        try:
-            content = json.loads(read_text(folder / file))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{folder / file} is damaged ({error}): fetch it again") from error
+        content = _read_object(folder / file)
         for kind in SPECIAL_NAMES:
             token = content.get(f"{kind}_token")
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
                 names[kind] = token
     return names
+
+
+def declared_bos(folder: Path) -> bool | None:
+    """Whether a Hugging Face folder says that texts begin with the bos; None if it does not say."""
+    found = _read_object(folder / "tokenizer_config.json").get("add_bos_token")
+    return found if isinstance(found, bool) else None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}): fetch it again") from error
+    return content if isinstance(content, dict) else {}
 
 
 def _processors(content: dict[str, Any]) -> list[dict[str, Any]]:
@@ -68,6 +82,17 @@ def with_told_names(content: dict[str, Any], told: dict[str, str], ids: dict[str
     processors = [*kept, template | {"special_tokens": tokens}]
     content["post_processor"] = {"type": "Sequence", "processors": processors}
     return json.dumps(content, indent=2, ensure_ascii=False)
+
+
+def with_bos(content: dict[str, Any], bos: str, bos_id: int) -> None:
+    """Make a tokenizer.json begin each text with a bos, as other libraries read it."""
+    text, second = ({"Sequence": {"id": name, "type_id": n}} for n, name in enumerate("AB"))
+    first = {"SpecialToken": {"id": bos, "type_id": 0}}
+    template = {"type": "TemplateProcessing", "single": [first, text]}
+    template |= {"pair": [first, text, second]}
+    template |= {"special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}}}
+    told = [one for one in _processors(content) if told_names({"post_processor": one})]
+    content["post_processor"] = {"type": "Sequence", "processors": [*told, template]}
 
 
 def ignored_settings(content: dict[str, Any]) -> list[str]:

@@ -52,6 +52,11 @@ class TextLoss:
         return {"characters": self.n_characters, "lost": self.lost, "tokens": self.tokens}
 
     @property
+    def n_lost_bytes(self) -> int:
+        """UTF-8 bytes of the lost characters."""
+        return sum(len(char.encode("utf-8")) * count for char, count in self.lost.items())
+
+    @property
     def share(self) -> str:
         """Number and share of the lost characters, and which they are most of all."""
         n_lost = self.lost.total()

@@ -5,24 +5,27 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer
 
 from data.atomic import replace_text
 from data.specials import (
     EOS_NAMES,
     SPECIAL_NAMES,
+    UNUSED,
+    declared_bos,
     declared_names,
     ignored_settings,
     neutralize,
     read_text,
     told_names,
+    with_bos,
     with_told_names,
 )
 from data.text_loss import keeps_text, lost_characters
@@ -33,6 +36,7 @@ PIECE_CHARACTERS = 1 << 18
 UNSURE_TOKENS = 64
 # What in a pattern looks at letters that it does not take; spaces at an end are seen to.
 LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[bBAGKyYzZ]|\$|(?<![\[\\])\^")
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 SPACES_AT_END = re.compile(r"\\s\+\+?(\(\?!\\S\)|\$|\\z)")
 
 
@@ -67,6 +71,11 @@ class TextTokenizer:
         self._tokenizer.encode_special_tokens = True
         self._can_cut = _splits_from_left(content)
         self._keeps_text = keeps_text(content)
+        decoder = json.dumps(content.get("decoder"))
+        # Bytes that follow one another are one text or, where they are no UTF-8, U+FFFD each.
+        self._falls_back = '"ByteFallback"' in decoder
+        # Such decoders remove spaces that stand before what comes next.
+        self._rewrites = '"cleanup": true' in decoder
         self.size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         """One more than the largest id."""
 
@@ -83,9 +92,14 @@ class TextTokenizer:
         if not file.is_file():
             raise ValueError(f"{file} does not exist: name a tokenizer.json or prepare the data")
         tokenizer = cls(read_text(file), str(file))
-        declared = declared_names(path) if path.is_dir() else {}
+        if not path.is_dir():
+            return tokenizer
         has = tokenizer._tokenizer.token_to_id
-        return tokenizer.named(**{k: n for k, n in declared.items() if has(n) is not None})
+        declared = {k: n for k, n in declared_names(path).items() if has(n) is not None}
+        tokenizer = tokenizer.named(**declared)
+        if (adds_bos := declared_bos(path)) is not None:
+            tokenizer.adds_bos = adds_bos and tokenizer.special_id("bos") is not None
+        return tokenizer
 
     def named(self, **names: str | None) -> "TextTokenizer":
         """The tokenizer that knows which of its tokens are `eos`, `bos` or `pad`.
@@ -134,6 +148,34 @@ class TextTokenizer:
     def tokens(self) -> dict[int, str]:
         """What each id is spelled like in the file."""
         return {i: token for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items()}
+
+    @cached_property
+    def holes(self) -> list[int]:
+        """Ids below `size` that are no token, or one that only fills a gap of tiktoken's ids."""
+        names = self.tokens()
+        return [i for i in range(self.size) if names.get(i) in (None, UNUSED.format(i))]
+
+    @cached_property
+    def adds_bos(self) -> bool:
+        """Whether the file, as other libraries read it, begins each text with the bos."""
+        bos_id = self.special_id("bos")
+        first = Tokenizer.from_str(self._text).encode("").ids[:1]
+        return bos_id is not None and first == [bos_id]
+
+    def start_ids(self, bos: bool) -> list[int]:
+        """What a document begins with: the bos or, without one, nothing.
+
+        Raises:
+            ValueError: where the vocabulary has no bos.
+        """
+        if not bos:
+            return []
+        if (bos_id := self.special_id("bos")) is None:
+            raise ValueError(
+                f"{self.source} has no bos token, which the model was trained with: give the "
+                "tokenizer that the data was prepared with"
+            )
+        return [bos_id]
 
     @cached_property
     def unknown_id(self) -> int | None:
@@ -205,15 +247,32 @@ class TextTokenizer:
         """The text of the ids, special tokens spelled out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """One piece of text for each id, empty while the last character is not complete."""
-        stream = decoders.DecodeStream(skip_special_tokens=False)
-        for token_id in ids:
-            yield stream.step(self._tokenizer, token_id) or ""
+    def may_change(self, token_id: int) -> bool:
+        """Whether the text up to this id may be another one once more ids follow."""
+        if self._rewrites:
+            return True
+        name = self._tokenizer.id_to_token(token_id) if self._falls_back else None
+        return name is not None and BYTE_TOKEN.fullmatch(name) is not None
 
     def save(self, path: Path) -> None:
         """Write the `tokenizer.json`."""
         replace_text(path, self._text)
+
+    def save_for_others(self, path: Path, bos: bool) -> None:
+        """Write the file so that other libraries read text as this tokenizer does.
+
+        Args:
+            bos: whether they put a bos before each text; without it the file keeps what it has.
+        """
+        content = dict(self._content)
+        if self.ignored:
+            content |= {"truncation": None, "padding": None}
+        if bos and not self.adds_bos:
+            (bos_id,) = self.start_ids(bos)
+            with_bos(content, self.tokens()[bos_id], bos_id)
+        text = json.dumps(content, indent=2, ensure_ascii=False)
+        text = self._text if content == json.loads(self._text) else text
+        path.write_text(text, encoding="utf-8", newline="\n")
 
     def token_bytes(self) -> Int[np.ndarray, " V"]:
         """UTF-8 bytes that each id stands for; 0 for special, unknown and unused ids.
@@ -265,7 +324,7 @@ def _splits_from_left(content: dict[str, Any]) -> bool:
 
 def _written_bytes(token: str) -> int:
     # SentencePiece writes a space as U+2581 and a byte outside its alphabet as <0x0A>.
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+    if BYTE_TOKEN.fullmatch(token):
         return 1
     return len(token.replace("\u2581", " ").encode("utf-8"))
 

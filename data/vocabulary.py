@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from data.chunks import package
-from data.specials import END_OF_TEXT
+from data.specials import END_OF_TEXT, UNUSED
 from data.tokenizer import TextTokenizer
 
 BYTE_SPECIALS = (END_OF_TEXT, "<|bos|>", "<|pad|>")
@@ -124,7 +124,7 @@ def convert(encoding: Any, source: str) -> TextTokenizer:
     content = json.loads(tokenizer.to_str())
     special = {token_id: name for name, token_id in encoding._special_tokens.items()}
     content["added_tokens"] = [
-        {"id": i, "content": special.get(i, f"<|unused{i}|>"), "special": True}
+        {"id": i, "content": special.get(i, UNUSED.format(i)), "special": True}
         | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         for i in range(len(ranks), encoding.n_vocab)  # the library knows no gaps
     ]

@@ -62,8 +62,17 @@ class Tokens(Protocol):
         """Id of eos, bos or pad."""
         ...
 
-    def save(self, path: Path) -> None:
-        """Write tokenizer.json."""
+    @property
+    def adds_bos(self) -> bool:
+        """Whether its file begins each text with the bos."""
+        ...
+
+    def start_ids(self, bos: bool) -> list[int]:
+        """What a document begins with."""
+        ...
+
+    def save_for_others(self, path: Path, bos: bool) -> None:
+        """Write a tokenizer.json that puts the bos before each text where it is asked for."""
         ...
 
 
@@ -111,7 +120,9 @@ def export(
         write_json(folder / "config.json", content)
         write_json(folder / "generation_config.json", {f"{n}_token_id": i for n, i in ids.items()})
         if tokenizer is not None:
-            write_tokenizer(tokenizer, folder, config.max_seq_len)
+            write_tokenizer(
+                tokenizer, folder, config.max_seq_len, begins_with_bos(trained, tokenizer)
+            )
         card = model_card(trained, dtype, needed, size)
         (folder / "README.md").write_text(card, encoding="utf-8")
         lines = [*compared(trained, folder, kind, size, tokenizer)]
@@ -241,9 +252,19 @@ def special_ids(tokenizer: Tokens | None) -> dict[str, int | None]:
     return ids | {"bos": ids["eos"] if ids["bos"] is None else ids["bos"]}
 
 
-def write_tokenizer(tokenizer: Tokens, folder: Path, seq_len: int) -> None:
-    """The files that transformers' AutoTokenizer reads."""
-    tokenizer.save(folder / "tokenizer.json")
+def begins_with_bos(trained: Trained, tokenizer: Tokens) -> bool:
+    """Whether the model expects a bos at the beginning of a text."""
+    known = trained.begins_with_bos
+    return tokenizer.adds_bos if known is None else known
+
+
+def write_tokenizer(tokenizer: Tokens, folder: Path, seq_len: int, bos: bool) -> None:
+    """The files that transformers' AutoTokenizer reads.
+
+    Args:
+        bos: whether texts begin with a bos.
+    """
+    tokenizer.save_for_others(folder / "tokenizer.json", bos)
     tokens = tokenizer.tokens()
     ids = {name: tokenizer.special_id(name) for name in ("bos", "eos", "pad")}
     named = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
@@ -253,6 +274,8 @@ def write_tokenizer(tokenizer: Tokens, folder: Path, seq_len: int) -> None:
         "model_max_length": seq_len,
         "clean_up_tokenization_spaces": False,
     }
+    if bos:
+        settings["add_bos_token"] = True
     write_json(folder / "tokenizer_config.json", settings | named)
 
 
@@ -310,9 +333,11 @@ def compared(
     yield f"by transformers {version('transformers')}: {differ(ours, theirs, 'transformers', ties)}"
     if tokenizer is None:
         return
-    expected = tokenizer.encode(PROBE)
+    bos = begins_with_bos(trained, tokenizer)
+    expected = tokenizer.start_ids(bos) + tokenizer.encode(PROBE)
     if tokens == expected:
-        yield "its tokenizer gives the ids that the model was trained on"
+        begin = ", with the bos before each text" if bos else ""
+        yield f"its tokenizer gives the ids that the model was trained on{begin}"
     elif tokens and [i for i in tokens if i in expected] == expected:
         yield (
             "its tokenizer adds special tokens to a text, which training did not: pass "

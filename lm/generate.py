@@ -1,6 +1,6 @@
 """Continue a prompt: one token id after another, with a KV cache."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ def generate(
     seed: int,
     eos_id: int | None,
     n_tokens: int,
+    holes: Sequence[int] = (),
     use_cache: bool = True,
 ) -> Generator[int, None, None]:
     """Yield the ids that follow a prompt, each as soon as it is drawn.
@@ -40,6 +41,7 @@ def generate(
         seed: Of a generator of its own: torch's global one is neither read nor moved.
         eos_id: Ends the text when drawn; not yielded.
         n_tokens: Size of the tokenizer; the vocabulary's rows from there on are never drawn.
+        holes: Ids below n_tokens that are no token, never drawn either.
         use_cache: Keep keys and values of past positions: the same ids, sooner.
 
     Raises:
@@ -69,6 +71,8 @@ def generate(
             cache = KVCache(model.config, 1, model.head_weight, size) if use_cache else None
             for _ in range(max_new_tokens):
                 logits = next_logits(model, ids, cache)[:n_tokens]
+                if holes:
+                    logits[list(holes)] = -torch.inf
                 token = pick(logits, temperature, top_k, top_p, generator)
                 if token == eos_id:
                     return

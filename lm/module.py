@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -477,6 +477,7 @@ class LMModule(LightningModule):
         temperature: float,
         eos_id: int | None,
         n_tokens: int,
+        holes: Sequence[int] = (),
     ) -> list[int]:
         """Ids that the model writes after others, by draws that depend on the seed alone."""
         trunk = self.net.model
@@ -493,6 +494,7 @@ class LMModule(LightningModule):
                 seed=self.seed,
                 eos_id=eos_id,
                 n_tokens=n_tokens,
+                holes=holes,
             )
             return list(new)
         finally:

@@ -34,6 +34,8 @@ class Trained:
     """Of the tokenizer it was trained with; None is not known."""
     has_tokenizer: bool = True
     """False of token files without one."""
+    begins_with_bos: bool | None = None
+    """Whether its documents began with a bos; None where the tokenizer's files tell."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What is known of its training: global_step, train_loss, val_loss, contract."""
 
@@ -94,6 +96,7 @@ def _trained(
         tokenizer_path=folder / "tokenizer.json",
         tokenizer_fingerprint=fingerprint,
         has_tokenizer=fingerprint is not None,
+        begins_with_bos=content["contract"].get("documents begin with bos", False),
         facts=content,
     )
 

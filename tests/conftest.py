@@ -1,6 +1,8 @@
 """What several test files need: a small prepared corpus, a run's YAML, the command line."""
 
+import contextlib
 import random
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -146,3 +148,14 @@ def cut_back(root: Path, step: int) -> None:
 def page(root: Path) -> EventAccumulator:
     """What TensorBoard reads of a run."""
     return EventAccumulator(str(root / "tensorboard")).Reload()
+
+
+@contextlib.contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file can grow past a size."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

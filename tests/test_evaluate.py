@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Lightning, RunYaml
+from tokenizers import Tokenizer, decoders, models
 
+from data.prepare import Settings, prepare_files
 from lm.evaluate import bits_per_byte, loss_of_text, windows
 from lm.loss import IGNORE_INDEX
 from lm.model import LM, ModelConfig
@@ -114,6 +116,57 @@ def test_bad_texts_are_named(lightning: Lightning, run_folder: Path, tmp_path: P
     good.write_text("x = 1\n")
     told = refusal(lightning, run_folder, "--text", good, "--stride", "17")
     assert "--stride is 17: must be 1 to 16" in told
+
+
+@pytest.fixture
+def run_of_letters(lightning: Lightning, run_yaml: RunYaml, tmp_path: Path) -> Path:
+    """Folder of a run whose tokenizer knows the letters a, b and c alone."""
+    tokenizer = Tokenizer(
+        models.BPE({"a": 0, "b": 1, "c": 2, "<eos>": 3, "?": 4}, [], unk_token="?")
+    )
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(tmp_path / "t.json"))
+    (tmp_path / "a.txt").write_text("abc" * 90, encoding="utf-8")
+    (tmp_path / "v.txt").write_text("abc" * 30, encoding="utf-8")
+    settings = Settings(tokenizer=str(tmp_path / "t.json"), val_input=[str(tmp_path / "v.txt")])
+    prepare_files([str(tmp_path / "a.txt")], tmp_path / "o", settings, progress=False)
+    code, _, err = lightning("fit", "--config", run_yaml({"data.path": str(tmp_path / "o")}))
+    assert code == 0, err
+    return tmp_path / "run"
+
+
+def test_characters_the_tokenizer_lacks_are_no_bytes_and_are_said(
+    lightning: Lightning, run_of_letters: Path, tmp_path: Path
+):
+    text = tmp_path / "text.txt"
+    text.write_text("abxé漢a", encoding="utf-8")
+    code, out, err = lightning("evaluate", "--ckpt_path", run_of_letters, "--text", text)
+    assert code == 0
+    assert out.splitlines()[0].endswith(" 6 tokens, 3 bytes")
+    assert err.splitlines()[0] == (
+        f"warning: {text}: 3 of 6 characters (50.00%; 'x' 1, 'é' 1, '漢' 1) do not come back from "
+        "their ids: their 6 bytes are left out, and the bits per byte of other models are not "
+        "comparable"
+    )
+
+
+def test_text_of_which_the_tokenizer_knows_nothing_is_refused(
+    lightning: Lightning, run_of_letters: Path, tmp_path: Path
+):
+    text = tmp_path / "text.txt"
+    text.write_text("漢字", encoding="utf-8")
+    assert refusal(lightning, run_of_letters, "--text", text) == (
+        f"error: --text {text}: the model's tokenizer knows no character of it: give another text"
+    )
+
+
+def test_sample_says_what_of_a_prompt_is_lost(lightning: Lightning, run_of_letters: Path):
+    words = ("--prompt", "aé", "--max_new_tokens", "3")
+    code, out, err = lightning("sample", "--ckpt_path", run_of_letters, *words)
+    assert (code, out[:2]) == (0, "aé")
+    assert err.splitlines()[0] == (
+        "warning: --prompt: 1 of 2 characters (50.00%; 'é' 1) do not come back from their ids"
+    )
 
 
 def test_tasks_without_lm_eval_are_refused(

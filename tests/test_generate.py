@@ -127,6 +127,14 @@ def test_rows_beyond_the_tokenizer_are_never_drawn() -> None:
     assert len(ids) == 1000
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ids_without_a_token_are_never_drawn(temperature: float):
+    holes = [number for number in range(41) if number % 3]
+    ids = drawn(tiny(), [3], max_new_tokens=300, holes=holes, temperature=temperature)
+    assert len(ids) == 300
+    assert not {*ids} & {*holes}
+
+
 @pytest.mark.parametrize(
     ("option", "kept"),
     [

@@ -1,17 +1,14 @@
 """metrics.csv and the TensorBoard stream: each step once, over kills and resumes."""
 
-import contextlib
 import csv
 import errno
 import os
-import resource
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import page
+from conftest import full_disk, page
 
 from callbacks.metrics_csv import MetricsCSV
 from callbacks.tensorboard import SeamlessTensorBoard
@@ -139,17 +136,6 @@ def test_figures_logged_after_their_row_was_saved_join_it(tmp_path):
     logger.log_metrics({"val/loss": 7.5}, 2)
     log_steps(logger, range(3, 4))
     assert content(tmp_path) == "step,loss,val/loss\n1,1.5,\n2,2.5,7.5\n3,3.5,\n"
-
-
-@contextlib.contextmanager
-def full_disk(size: int) -> Iterator[None]:
-    """No file can grow past a size."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("later", [{"loss": 4.5}, {"loss": 4.5, "lr": 0.1}])

@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,50 +22,18 @@ from callbacks.run_folder import (
 
 ROOT = Path(__file__).parent.parent
 NO_MODULE: Any = None
-HOLD = """
-import sys
-from pathlib import Path
-from callbacks.run_folder import lock
-held = lock(Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
-"""
 
 
 # Lock
 
 
-def test_folder_is_refused_while_its_owner_lives_and_free_after_its_sigkill(tmp_path):
-    root, pipe = tmp_path / "run", subprocess.PIPE
-    command = [sys.executable, "-c", HOLD, root]
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as owner:
-        assert owner.stdout
-        assert owner.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match="is in use") as refusal:
-            lock(root)
-        owner.send_signal(signal.SIGKILL)
-    assert f"{root} is in use by another run (process {owner.pid}): " in str(refusal.value)
-    lock(root).close()
-
-
 def test_refusal_names_the_owner_and_the_ways_out(tmp_path):
-    with lock(tmp_path), pytest.raises(ValueError, match="is in use") as refusal:
-        lock(tmp_path)
+    with lock(tmp_path), pytest.raises(ValueError, match="is in use") as refusal, lock(tmp_path):
+        pass
     assert str(refusal.value) == (
         f"{tmp_path} is in use by another run (process {os.getpid()}): two runs must not write to "
         "one folder; stop that one or give another trainer.default_root_dir"
     )
-
-
-def test_lock_names_its_latest_owner_alone(tmp_path):
-    (tmp_path / ".lock").write_text("123456789\n", encoding="utf-8")
-    lock(tmp_path).close()
-    assert (tmp_path / ".lock").read_text(encoding="utf-8") == f"{os.getpid()}\n"
-
-
-def test_lock_makes_the_folder(tmp_path):
-    lock(tmp_path / "runs" / "new").close()
-    assert (tmp_path / "runs" / "new").is_dir()
 
 
 # Volatile folders

@@ -1,22 +1,15 @@
 """TensorBoard's page: laid out once, whatever kills the run."""
 
-from collections.abc import Callable
+import threading
 from pathlib import Path
-from typing import Any
 
-from conftest import Lightning, RunYaml, page
+import pytest
+from conftest import Lightning, RunYaml, full_disk, page
 from tensorboard.backend.event_processing.plugin_event_accumulator import (
     EventAccumulator as ServerAccumulator,  # what the page is served from
 )
 
 from callbacks.tensorboard import LAYOUT, SeamlessTensorBoard
-
-
-def raising(error: Exception) -> Callable[..., None]:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise error
-
-    return fail
 
 
 def test_page_of_a_run_has_plan_layout_and_settings(
@@ -58,17 +51,71 @@ def test_start_over_at_step_0_shows_its_texts_once(tmp_path: Path):
     assert text.tensor_proto.string_val[0] == b"    a plan\n    of two lines"
 
 
-def test_stream_that_breaks_has_a_gap_and_goes_on(tmp_path: Path, capsys, monkeypatch):
+def test_figures_that_find_no_room_are_on_the_page_when_there_is_some(tmp_path: Path, capsys):
     logger = SeamlessTensorBoard(tmp_path)
     logger.resume_at(0)
     logger.log_metrics({"loss": 1.5}, 1)
     logger.save()
-    broken = OSError(28, "No space left on device")
-    with monkeypatch.context() as patch:
-        patch.setattr(type(logger.experiment), "add_scalar", raising(broken))
+    [path] = (tmp_path / "tensorboard").iterdir()
+    with full_disk(path.stat().st_size + 5):
         for step in (2, 3):
-            logger.log_metrics({"loss": 0.5}, step)
+            logger.log_metrics({"loss": step}, step)
+            logger.save()
+    assert capsys.readouterr().err == (
+        f"warning: TensorBoard's figures cannot be written: [Errno 27] File too large: '{path}'; "
+        "the run goes on, and they wait in memory until that is mended\n"
+    )
     logger.log_metrics({"loss": 4.5}, 4)
     logger.finalize("success")
-    assert capsys.readouterr().err.count("warning: the curves in") == 1
-    assert [event.step for event in page(tmp_path).Scalars("loss")] == [1, 4]
+    shown = [(event.step, event.value) for event in page(tmp_path).Scalars("loss")]
+    assert shown == [(1, 1.5), (2, 2), (3, 3), (4, 4.5)]
+
+
+def test_figures_that_never_find_room_are_told_at_the_end(tmp_path: Path, capsys):
+    (tmp_path / "root").touch()  # so that no folder can be made there
+    logger = SeamlessTensorBoard(tmp_path / "root")
+    logger.resume_at(3)
+    logger.log_metrics({"loss": 1.5}, 4)
+    logger.finalize("success")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[2].partition(":")[0] for line in lines] == [
+        " TensorBoard's figures cannot be written",
+        f" the curves in {tmp_path / 'root' / 'tensorboard'} end early",
+    ]
+
+
+def test_file_in_the_place_of_the_folder_is_set_aside(tmp_path: Path, capsys):
+    (tmp_path / "tensorboard").write_text("notes", encoding="utf-8")
+    logger = SeamlessTensorBoard(tmp_path)
+    logger.resume_at(3)
+    logger.log_metrics({"loss": 1.5}, 4)
+    logger.finalize("success")
+    assert "is no folder: set aside as" in capsys.readouterr().err
+    assert [event.step for event in page(tmp_path).Scalars("loss")] == [4]
+
+
+def test_other_files_in_the_folder_are_left_alone(tmp_path: Path):
+    folder = tmp_path / "tensorboard"
+    folder.mkdir()
+    for name in ("events.out.tfevents.notes", "events.out.tfevents.", "hparams.yaml"):
+        (folder / name).touch()
+    SeamlessTensorBoard(tmp_path).resume_at(3)
+    assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize("name", ["two words", "line\nbreak", "λ", "$HOME", "~", "a::b", "%s"])
+def test_folder_of_any_name_has_its_own_curves(tmp_path: Path, name: str):
+    logger = SeamlessTensorBoard(tmp_path / name)
+    logger.resume_at(0)
+    logger.log_metrics({"loss": 1.5}, 1)
+    logger.finalize("success")
+    assert [event.step for event in page(tmp_path / name).Scalars("loss")] == [1]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_events_leave_no_thread_behind(tmp_path: Path):
+    before = threading.active_count()
+    logger = SeamlessTensorBoard(tmp_path)
+    logger.resume_at(0)
+    logger.log_metrics({"loss": 1.5}, 1)
+    assert threading.active_count() == before

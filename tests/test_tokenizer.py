@@ -396,3 +396,22 @@ def test_normalizer_or_tokens_in_the_text_forbid_a_cut(tokenizer, tmp_path):
     assert not TextTokenizer.load(_saved(tokenizer, tmp_path, normalizer={"type": "NFC"}))._can_cut
     added.append(added[0] | {"id": 290, "content": "def", "special": False})
     assert not TextTokenizer.load(_saved(tokenizer, tmp_path, added_tokens=added))._can_cut
+
+
+# Ids without a token
+
+
+def test_ids_that_are_no_token_are_known():
+    model = {"type": "WordLevel", "vocab": {"a": 0, "</s>": 2, "b": 5}, "unk_token": "a"}
+    tokenizer = TextTokenizer(json.dumps({"version": "1.0", "model": model, "decoder": None}))
+    assert (tokenizer.holes, byte_tokenizer().holes) == ([1, 3, 4], [])
+
+
+def test_tokens_that_fill_gaps_of_tiktoken_are_no_tokens():
+    converted = convert(_encoding(), "tiny")
+    names = converted.tokens()
+    assert [names[number] for number in converted.holes] == [
+        "<|unused270|>",
+        "<|unused272|>",
+        "<|unused273|>",
+    ]
