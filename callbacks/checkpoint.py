@@ -63,6 +63,7 @@ class AtomicCheckpoint(Checkpoint):
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.best: dict[str, float] = {}
+        self._other_validation = False
         self._saved_step = -1
         self._validating = False
         self._validation_due_at = -1
@@ -248,7 +249,7 @@ class AtomicCheckpoint(Checkpoint):
         return {"best": dict(self.best)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best = dict(state_dict["best"])
+        self.best = {} if self._other_validation else dict(state_dict["best"])
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -295,6 +296,12 @@ class AtomicCheckpoint(Checkpoint):
         if fits:
             for key in differ:
                 announce(f"changed since the checkpoint: {key} {old[key]} -> {new[key]}")
+            if any(key.startswith("validation ") for key in differ):
+                self._other_validation = True
+                announce(
+                    "warning: the run validates on other data than before, so its losses do not "
+                    "compare with those before: the best is looked for anew"
+                )
         self._random_states = checkpoint["random_states"]
 
     def on_load_checkpoint(

@@ -211,6 +211,8 @@ class Health(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.seen.restore(state_dict)
+        if self.seen.validation_changed:
+            self.seen.forget_validations()
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -219,6 +221,8 @@ class Health(Callback):
             old, new = checkpoint["contract"], contract(trainer)
             keys = [key for key in old if key.startswith(RATE_KEYS)]
             self.seen.rate_changed = any(old[key] != new.get(key) for key in keys)
+            keys = [key for key in old if key.startswith("validation ")]
+            self.seen.validation_changed = any(old[key] != new.get(key) for key in keys)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -48,16 +48,20 @@ class Seen:
         # Step, loss and learning rate of the logs whose loss is finite.
         self.logs: deque[tuple[int, float, float]] = deque(maxlen=JUMP_LOGS + 2)
         self.lowest = math.inf  # loss
-        self.best = self.loss_at_best = math.inf  # validation loss, and the train loss then
-        self.above_best = 0  # validations in a row
+        self.forget_validations()
         self.skipped = self.newly_skipped = 0
         self.skipping = 0  # logs in a row
         self.empty = self.newly_empty = 0  # steps of this process without a target
         self.resumed_at = 0
-        self.rate_changed = False  # with an announcement
+        self.rate_changed = self.validation_changed = False  # with an announcement
         self.mfu: deque[float] = deque(maxlen=RECENT)
         self.data_wait: deque[float] = deque(maxlen=RECENT)
         self.active: set[Any] = set()  # detectors of what was told and is still there
+
+    def forget_validations(self) -> None:
+        """Begin with no past of validations."""
+        self.best = self.loss_at_best = math.inf  # validation loss, and the train loss then
+        self.above_best = 0  # validations in a row
 
     def take(self, trainer: Trainer, figures: dict[str, float]) -> None:
         """Take in the figures of a logged step or of a validation."""

@@ -125,7 +125,8 @@ PROMISES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "limit_val_batches",
         lambda value: value is None or value in (0, 1.0) or (isinstance(value, int) and value > 0),
-        "it must be a number of micro-batches, 0 for no validation, or 1.0 for all",
+        "it must be 0 for no validation, a number of micro-batches, or null; data.val_sequences "
+        "bounds a validation by sequences",
     ),
     (
         "gradient_clip_algorithm",
@@ -243,7 +244,9 @@ class Trainer(LightningTrainer):
             val_check_interval: Optimizer steps between validations.
             check_val_every_n_epoch: Not used: val_check_interval is.
             limit_train_batches: Not used: max_steps is.
-            limit_val_batches: Micro-batches of a validation over all devices; unset: all; 0: none.
+            limit_val_batches: 0: no validation; else micro-batches of a validation over all
+                devices, so that another micro-batch validates on other sequences; unset:
+                data.val_sequences.
             overfit_batches: Not used.
             log_every_n_steps: Optimizer steps between logged steps.
             reload_dataloaders_every_n_epochs: Not used.

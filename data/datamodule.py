@@ -26,6 +26,7 @@ from data.source import (
     known_sizes,
     open_source,
     require,
+    short,
 )
 from data.tokenizer import TextTokenizer
 from data.windows import Order, Samples, Windows
@@ -59,6 +60,7 @@ class LMDataModule(LightningDataModule):
         rows: RowKind | None = None,
         total_tokens: int | None = None,
         epochs: float | None = None,
+        val_sequences: int | None = None,
         eval_train: bool = False,
         num_workers: int = 0,
         allow_batch_change: bool = False,
@@ -85,7 +87,9 @@ class LMDataModule(LightningDataModule):
                 rows of a long one as it needs; truncate makes one and drops the rest.
             total_tokens: Length of the run in positions, rounded up to whole steps.
             epochs: Length of the run in passes over windows or rows, rounded up to whole steps.
-            eval_train: Evaluate on as many training batches too, as train/eval_loss.
+            val_sequences: Sequences to validate on, of each source: the same ones for every seed,
+                micro-batch and number of devices. Unset: all.
+            eval_train: Evaluate on as many training sequences too, as train/eval_loss.
             num_workers: Processes that read ahead. A read costs microseconds: 0 is rarely slower.
             allow_batch_change: Resume although the sequences of a step changed: the position is
                 then carried by the samples seen.
@@ -98,6 +102,7 @@ class LMDataModule(LightningDataModule):
             ("seq_len", seq_len),
             ("micro_batch_size", micro_batch_size),
             ("total_tokens", total_tokens),
+            ("val_sequences", val_sequences),
         ):
             if value is not None and value < 1:
                 raise ValueError(f"data.{name} is {value}: must be at least 1")
@@ -127,6 +132,7 @@ class LMDataModule(LightningDataModule):
         self.rows: RowKind | None = rows
         self.total_tokens = total_tokens
         self.epochs = epochs
+        self.val_sequences = val_sequences
         self.eval_train = eval_train
         self.num_workers = num_workers
         self.allow_batch_change = allow_batch_change
@@ -336,15 +342,18 @@ class LMDataModule(LightningDataModule):
             loaders.append(self._evaluation_loader(self.train_eval_samples, sum(sizes)))
         return loaders
 
+    @property
+    def _val_bound(self) -> int | None:
+        """Most sequences of a source that are validated on."""
+        limit = self._trainer().limit_val_batches
+        return limit * self.micro_batch_size if isinstance(limit, int) else self.val_sequences
+
     def _evaluation_loader(self, samples: Samples, most: int) -> DataLoader:
-        # The bound counts micro-batches over all ranks, so that any number of ranks evaluates
-        # the same samples: rows past them carry no target.
-        trainer = self._trainer()
-        batches = math.ceil(most / self.micro_batch_size)
-        if isinstance(limit := trainer.limit_val_batches, int):
-            batches = min(batches, limit)
-        samples.end = min(samples.epoch_size, batches * self.micro_batch_size)
-        each = math.ceil(batches / trainer.world_size)
+        # A bound on sequences over all ranks, so that any number of ranks and any micro-batch
+        # evaluate the same: what is past it carries no target.
+        samples.end = min(samples.epoch_size, most, self._val_bound or most)
+        batches = math.ceil(samples.end / self.micro_batch_size)
+        each = math.ceil(batches / self._trainer().world_size)
         return self._loader(samples, start=0, max_steps=each, accumulate=1, first_sample=0)
 
     def _loader(
@@ -422,6 +431,8 @@ class LMDataModule(LightningDataModule):
             f"data fingerprint of {name}" if self.mixed else "data fingerprint": source
             for name, source in self.sources.items()
         }
+        validated = getattr(self, "val_samples", [])
+        sizes = [samples.epoch_size for samples in validated]
         return {
             "data.path": None if self.path is None else str(self.path),
             "data.mixture": dict(self.weights) if self.mixed else None,
@@ -433,6 +444,10 @@ class LMDataModule(LightningDataModule):
             "tokenizer fingerprint": self._first_source.tokenizer_fingerprint,
             "documents begin with bos": self.begins_with_bos,
             "global batch size": self.global_batch_size,
+            "validation sequences": sum(min(size, self._val_bound or size) for size in sizes),
+            "validation data": " ".join(
+                short(source.fingerprints["val"]) for source in prints.values() if validated
+            ),
         }
 
     def refused_changes(self, old: dict[str, Any]) -> list[str]:

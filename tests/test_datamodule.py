@@ -223,6 +223,7 @@ def test_length_that_is_no_length_is_refused(
         ({"micro_batch_size": -1}, "data.micro_batch_size is -1"),
         ({"total_tokens": 0}, "data.total_tokens is 0"),
         ({"epochs": 0.0}, "data.epochs is 0.0: must be above 0"),
+        ({"val_sequences": 0}, "data.val_sequences is 0: must be at least 1"),
         ({"num_workers": -2}, "data.num_workers is -2: must be 0 or more"),
     ],
 )
@@ -256,6 +257,36 @@ def test_any_number_of_ranks_evaluates_the_same_windows(
         lengths.add(len(batches))
     assert len(lengths) == 1
     assert len(seen) == len(set(seen)) == (7 if limit == 1.0 else 6)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("micro", [1, 2, 3, 5, 8])
+def test_any_micro_batch_evaluates_the_same_sequences(windows_folder, micro: int, world: int):
+    folder, seen = windows_folder(193), []
+    options = {"val_sequences": 5, "micro_batch_size": micro, "eval_train": True}
+    for rank in range(world):
+        trainer = StubTrainer(world_size=world, global_rank=rank)
+        loaders = open_data(folder, trainer, **options).val_dataloader()
+        seen += [flat(firsts(loader)) for loader in loaders]
+    [one] = open_data(folder, StubTrainer(limit_val_batches=5), micro_batch_size=1).val_dataloader()
+    assert sorted(flat(seen[::2])) == sorted(flat(firsts(one)))
+    assert len(flat(seen[1::2])) == 5
+
+
+def test_bound_by_micro_batches_holds_where_it_is_given(windows_folder):
+    trainer = StubTrainer(limit_val_batches=2)
+    data = open_data(windows_folder(193), trainer, val_sequences=5, micro_batch_size=3)
+    assert len(flat(firsts(data.val_dataloader()[0]))) == 6
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options", "sequences"),
+    [({}, {}, 7), ({}, {"val_sequences": 5}, 5), ({"limit_val_batches": 0}, {}, 0)],
+)
+def test_contract_holds_what_is_validated_on(windows_folder, trainer, options, sequences: int):
+    contract = open_data(windows_folder(193), StubTrainer(**trainer), **options).contract()
+    assert contract["validation sequences"] == sequences
+    assert len(contract["validation data"]) == (12 if sequences else 0)
 
 
 def test_empty_validation_is_refused_at_the_start(windows_folder):

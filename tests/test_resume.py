@@ -444,3 +444,35 @@ def test_signal_before_training_leaves_no_half_of_the_data(
     assert subprocess.run(words, check=False).returncode == 0
     assert missing_files(data) == []
     assert not (data / ".work").exists()
+
+
+def test_changed_validation_is_announced_and_the_best_is_looked_for_anew(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    options = {"trainer.limit_val_batches": ..., "data.val_sequences": 6}
+    assert lightning("fit", "--config", run_yaml(options))[0] == 0
+    longer = options | {"data.val_sequences": 4, "trainer.max_steps": 8}
+    code, _, err = lightning("fit", "--config", run_yaml(longer))
+    assert code == 0, err
+    assert "changed since the checkpoint: validation sequences 6 -> 4" in err
+    assert err.count("the run validates on other data than before") == 1
+    saved = torch.load(tmp_path / "run/checkpoints/step-00000008.ckpt", weights_only=True)
+    assert saved["callbacks"]["AtomicCheckpoint"]["best"] == {}
+
+
+def test_another_micro_batch_validates_to_the_same_loss(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    losses = []
+    for micro in (1, 2):
+        root = tmp_path / f"{micro}"
+        options = {
+            "trainer.limit_val_batches": ...,
+            "data.val_sequences": 5,
+            "data.micro_batch_size": micro,
+            "trainer.accumulate_grad_batches": 2 // micro,
+            "trainer.default_root_dir": str(root),
+        }
+        assert lightning("fit", "--config", run_yaml(options))[0] == 0
+        losses.append([float(row["val/loss"]) for row in rows(root) if row["val/loss"]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -23,7 +23,10 @@ from lm.module import LMModule
 NO_MODULE: Any = None
 DATA_REFUSED = "it would change which data a step sees; shorten the run by trainer.max_steps"
 SHARDED_REFUSED = "sharded strategies cannot be resumed exactly yet; use auto or ddp"
-VAL_REFUSED = "it must be a number of micro-batches, 0 for no validation, or 1.0 for all"
+VAL_REFUSED = (
+    "it must be 0 for no validation, a number of micro-batches, or null; data.val_sequences bounds "
+    "a validation by sequences"
+)
 LEAST_ONE = "it must be at least 1"
 REFUSED: list[tuple[str, Any, str]] = [
     (
