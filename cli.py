@@ -216,8 +216,8 @@ def input_parser() -> argparse.ArgumentParser:
         f"{OVERWRITE} works there too.",
     )
     add = parser.add_argument
-    kinds = ".jsonl, .json (an object a line), .txt, also .gz or .zst; .parquet; hf:NAME[:SPLIT]"
-    words = f"files, folders or globs: {kinds}"
+    kinds = ".jsonl, .json (an object a line), .txt, also .gz, .zst, .bz2 or .xz; .parquet"
+    words = f"files, folders, globs, pipes or - ({kinds}), hf:NAME[:SPLIT]"
     add("--input", required=True, nargs="+", metavar="FILE", help=words)
     add("--output", required=True, metavar="DIR", help="folder to make, for data.path")
     words = "tokenizer.json, its folder, byte, or tiktoken:NAME; unset: one is trained"

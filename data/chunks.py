@@ -1,17 +1,16 @@
 """Bytes of a file, decompressed and cut into lines, paragraphs or pieces, in bounded memory."""
 
-import importlib
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from data.compression import compression_of, decompressor
 from data.texts import DAMAGED, Fault
 
-MAGICS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
-"""How a file begins: what it is, whatever its name."""
-
 CHUNK = 1 << 20
+# Of a file's beginning, which tells its kind and encoding.
+HEAD_BYTES = 1 << 12
 # A few compressed bytes can stand for very many.
 COMPRESSED_CHUNK = 1 << 13
 # A longer piece is a file without its separators; its memory would end the process.
@@ -25,8 +24,9 @@ class Chunks:
     """The decompressed bytes of a file, once.
 
     Raises:
-        ValueError: for zstd where no package can read it.
+        ValueError: for an archive, or zstd where no package can read it.
         Fault: while iterating, for compressed data that is damaged or ends too early.
+        OSError: naming the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,36 +35,63 @@ class Chunks:
         """Bytes read of the file on disk."""
         self.given = 0
         """Decompressed bytes that were taken."""
-        with path.open("rb") as file:
-            head = file.read(4)
-        self.kind = next((MAGICS[magic] for magic in MAGICS if head.startswith(magic)), None)
-        self._new = _zstd(path) if self.kind == "zstd" else lambda: zlib.decompressobj(31)
+        self.kind = compression_of(path)
+        if self.kind not in (None, "parquet"):
+            self._new = decompressor(self.kind, path)
 
     def __iter__(self) -> Iterator[bytes]:
         with self.path.open("rb") as file:
+            file.seek(0)  # see compression_of
             size = COMPRESSED_CHUNK if self.kind else CHUNK
-            chunks = iter(lambda: file.read(size), b"")
+            chunks = iter(lambda: self._read(file, size), b"")
             for chunk in self._inflated(chunks) if self.kind else chunks:
                 self.consumed = file.tell()
                 yield chunk
                 self.given += len(chunk)
 
+    def head(self) -> bytes:
+        """The first bytes, fewer where the file ends or is damaged there."""
+        head = bytearray()
+        with contextlib.suppress(Fault):
+            for chunk in self:
+                head += chunk
+                if len(head) >= HEAD_BYTES:
+                    break
+        return bytes(head[:HEAD_BYTES])
+
+    def _read(self, file: IO[bytes], size: int) -> bytes:
+        try:
+            return file.read(size)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
     def _inflated(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
         engine = None
         for data in chunks:
-            # Several members may follow one another, gzip's padded with zeros.
+            # Several members may follow one another, padded with zeros.
             while data := data if engine else data.lstrip(b"\0"):
-                try:
-                    engine = engine or self._new()
-                    chunk = engine.decompress(data)
-                except Exception as error:  # each library has its own
-                    detail = f"damaged {self.kind} data ({error})"
-                    raise Fault(DAMAGED, detail, "fetch it again") from error
-                if chunk:
-                    yield chunk
+                engine = engine or self._new()
+                yield from self._decompressed(engine, data)
                 data, engine = (engine.unused_data, None) if engine.eof else (b"", engine)
         if engine:
             raise Fault(DAMAGED, f"{self.kind} data that ends too early", "fetch it again")
+
+    def _decompressed(self, engine: Any, data: bytes) -> Iterator[bytes]:
+        # The engines of the standard library give as much as they are asked for.
+        most = [CHUNK] if hasattr(engine, "needs_input") else []
+        more = True
+        while more:
+            try:
+                chunk = engine.decompress(data, *most)
+            except Exception as error:  # each library has its own
+                detail, remedy = f"damaged {self.kind} data ({error})", "fetch it again"
+                if "ictionary" in str(error):
+                    detail = f"{self.kind} data that needs a dictionary"
+                    remedy = "decompress it by zstd -d -D DICTIONARY"
+                raise Fault(DAMAGED, detail, remedy) from error
+            if chunk:
+                yield chunk
+            data, more = b"", bool(most) and not (engine.eof or engine.needs_input)
 
 
 def cut(chunks: Iterable[bytes], separator: bytes) -> Iterator[Piece]:
@@ -98,25 +125,3 @@ def paragraphs(lines: Iterable[Piece]) -> Iterator[Piece]:
             held, lost = bytearray(), False
     if held or lost:
         yield first, None if lost else held
-
-
-def package(module: str, extra: str, path: object) -> Any:
-    """A module that only some kinds of input need.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(
-            f"{path} needs the package {error.name or module}: pip install -e '.[{extra}]'"
-        ) from error
-
-
-def _zstd(path: Path) -> Callable[[], Any]:
-    try:  # of Python 3.14
-        return importlib.import_module("compression.zstd").ZstdDecompressor
-    except ImportError:
-        zstandard = package("zstandard", "zstd", path)
-        return lambda: zstandard.ZstdDecompressor().decompressobj()

@@ -13,19 +13,14 @@ TOKEN_FILE = re.compile(r"(train|val)(-\d{5})?\.bin(\.max_id\.json)?")
 REPLACE = "name another folder, or replace them by lightning prepare --overwrite"
 
 
-def finished(
-    output: Path, made_from: dict[str, Any], softer: dict[str, Any], tokenizer: TextTokenizer | None
-) -> dict[str, Any] | None:
-    """Return the meta of a whole corpus made from the same, None where there is none yet.
+def refuse_others(output: Path, tokenizer: TextTokenizer | None) -> dict[str, Any] | None:
+    """Return the meta of a corpus in a folder, None where there is none.
 
     Args:
-        made_from: inputs and settings, as `meta.json` keeps them.
-        softer: the same with the settings that change nothing where nothing was left out.
         tokenizer: of the job; its own file may lie in the folder already.
 
     Raises:
-        ValueError: the folder holds files that would be overwritten: another program's, files
-            that changed since, or a corpus made from something else.
+        ValueError: prepare would replace files there that another program made.
     """
     held = sorted(name for name in _names(output) if name in FILES or TOKEN_FILE.fullmatch(name))
     if (output / WORK / "meta.json").is_file():
@@ -39,6 +34,24 @@ def finished(
         others = []
     if others:
         raise ValueError(f"{output} holds {_listed(others)} that prepare did not make: {REPLACE}")
+    return meta
+
+
+def finished(
+    output: Path, made_from: dict[str, Any], softer: dict[str, Any], tokenizer: TextTokenizer | None
+) -> dict[str, Any] | None:
+    """Return the meta of a whole corpus made from the same, None where there is none yet.
+
+    Args:
+        made_from: inputs and settings, as `meta.json` keeps them.
+        softer: the same with the settings that change nothing where nothing was left out.
+        tokenizer: of the job; its own file may lie in the folder already.
+
+    Raises:
+        ValueError: the folder holds files that would be replaced: another program's, files
+            that changed since, or a corpus made from something else.
+    """
+    meta = refuse_others(output, tokenizer)
     if meta is None:
         return None
     known = meta.get("made_from")

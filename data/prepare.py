@@ -16,7 +16,7 @@ from data.corpus import SourceFile, describe, python_files
 from data.encode import Sources, encode, training_texts
 from data.folder import FILES, FORMAT, load_meta, missing_files, split_fingerprint
 from data.lock import Owner, held
-from data.ownership import TOKEN_FILE, WORK, finished
+from data.ownership import TOKEN_FILE, WORK, finished, refuse_others
 from data.readers import Input, find_inputs, refuse_twins
 from data.specials import END_OF_TEXT
 from data.summary import refuse_empty
@@ -140,13 +140,16 @@ def prepare_files(
         if workers < 1:
             raise ValueError(f"--workers is {workers}: must be at least 1")
         os.environ["RAYON_NUM_THREADS"] = str(workers)  # of the tokenizers library
+    tokenizer = settings.tokenizer and find_tokenizer(settings.tokenizer)
+    tokenizer = tokenizer.named(eos=settings.eos, pad=settings.pad) if tokenizer else None
+    if output.is_dir() and not overwrite:
+        refuse_others(output, tokenizer)  # before a pipe is read, which may take hours
     words = {None: inputs, "val": settings.val_input}
     found: list[tuple[str | None, Input]] = []
     for given, names in words.items():
         split = "train" if settings.val_input and given is None else given
-        found += [(split, each) for each in find_inputs(names, settings.read)]
+        found += [(split, each) for each in find_inputs(names, settings.read, output)]
     refuse_twins([each for _, each in found])
-    tokenizer = settings.tokenizer and find_tokenizer(settings.tokenizer)
     named = [*inputs, *settings.val_input]
     job = Job(
         name=", ".join(named[:3]) + (f" and {len(named) - 3} more" if named[3:] else ""),
@@ -158,7 +161,7 @@ def prepare_files(
         settings=settings,
         corpus={"name": "files"},
         more_text="name inputs that hold text for it" if settings.val_input else None,
-        tokenizer=tokenizer.named(eos=settings.eos, pad=settings.pad) if tokenizer else None,
+        tokenizer=tokenizer,
         workers=workers,
     )
     return _locked(job, output, progress, overwrite=overwrite)

@@ -1,16 +1,36 @@
 """What to prepare: files, folders, globs and data sets of a hub, each as a stream of documents."""
 
-import glob
 import json
 import os
+import shlex
+import sys
+import tempfile
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from data.chunks import CHUNK, Chunks, cut, package, paragraphs
-from data.texts import BLANK, BOM, DAMAGED, Fault, Note, ReadOptions, emit, missing, text_of
+from data import pipes
+from data.chunks import CHUNK, Chunks, cut, paragraphs
+from data.compression import SUFFIXES, is_tar, refuse_name
+from data.encodings import other_encoding
+from data.packages import package
+from data.paths import named_files
+from data.texts import (
+    BLANK,
+    BOM,
+    DAMAGED,
+    ENCODED,
+    Fault,
+    Note,
+    ReadOptions,
+    emit,
+    missing,
+    text_of,
+)
 
-SUPPORTED = ".jsonl, .json, .txt (each also with .gz or .zst) and .parquet"
+KINDS = (".jsonl", ".json", ".txt", ".parquet")
+SUPPORTED = ".jsonl, .json, .txt (each also with .gz, .zst, .bz2 or .xz) and .parquet"
 
 
 @runtime_checkable
@@ -31,8 +51,13 @@ class Input(Protocol):
     def __iter__(self) -> Iterator[str | Note]: ...
 
 
-def find_inputs(words: Iterable[str], options: ReadOptions) -> list[Input]:
-    """Files, in order, that files, folders, globs and `hf:NAME[:SPLIT]` stand for.
+def find_inputs(
+    words: Iterable[str], options: ReadOptions, copies: Path | None = None
+) -> list[Input]:
+    """Files, in order, that files, folders, globs, pipes, - and `hf:NAME[:SPLIT]` stand for.
+
+    Args:
+        copies: folder where the content of pipes is kept while it is needed.
 
     Raises:
         ValueError: a word names nothing, a file is of no kind that we read, or a package is
@@ -43,11 +68,11 @@ def find_inputs(words: Iterable[str], options: ReadOptions) -> list[Input]:
         if word.startswith("hf:"):
             found.append(HubDataset(word, options))
             continue
-        paths = [word] if os.path.exists(word) else sorted(glob.glob(word, recursive=True))
-        files = [file for path in paths for file in _files(Path(path))]
+        word = pipes.STANDARD_INPUT if word == "-" else word
+        files = named_files(word)
         if not files:
             raise ValueError(f"{word}: there is no such file; name files of {SUPPORTED}")
-        found += [InputFile(file, options) for file in files]
+        found += [InputFile(file, options, copies) for file in files]
     return found
 
 
@@ -68,18 +93,33 @@ def refuse_twins(inputs: Iterable[Input]) -> None:
 
 
 class InputFile:
-    """A file, whose compression is known by its content and whose kind by its name."""
+    """A file, whose compression is known by its content and whose kind by its name.
 
-    def __init__(self, path: Path, options: ReadOptions) -> None:
-        self.path, self.name, self.options = path, str(path), options
-        stat, self._chunks = path.stat(), Chunks(path)
-        self.size, self.identity = stat.st_size, [str(path), stat.st_size, stat.st_mtime_ns]
-        suffixes = [each for each in map(str.lower, path.suffixes) if each not in (".gz", ".zst")]
+    The kind of a pipe without an ending is told by its first character.
+    """
+
+    def __init__(self, path: Path, options: ReadOptions, copies: Path | None = None) -> None:
+        self.name, self.options, self.copy, digest = str(path), options, None, ""
+        self.path = pipes.place_of(path)
+        refuse_name(self.path)
+        suffixes = [each for each in map(str.lower, self.path.suffixes) if each not in SUFFIXES]
         self.kind = "".join(suffixes[-1:])
+        if pipes.is_pipe(path):
+            self.copy, digest = pipes.copy(path, copies or Path(tempfile.gettempdir()))
+            weakref.finalize(self, self.copy.close)
+            self.path = pipes.name_of(self.copy)
+        stat, self._chunks = self.path.stat(), Chunks(self.path)
+        self.size, self.identity = stat.st_size, [str(path), stat.st_size, stat.st_mtime_ns]
+        if self.copy is not None:
+            self.identity = ["pipe", stat.st_size, digest]
+            if self.kind not in KINDS and self._chunks.kind != "parquet":
+                begins = self._chunks.head().removeprefix(BOM).lstrip()[:1]
+                self.kind = ".jsonl" if begins in (b"{", b"[") else ".txt"
+                print(f"{path}: read as {self.kind}", file=sys.stderr)
         if self._chunks.kind == "parquet":
             self.kind = ".parquet"
             package("pyarrow", "parquet", path)
-        if self.kind not in (".jsonl", ".json", ".txt", ".parquet"):
+        if self.kind not in KINDS:
             raise ValueError(
                 f"{path} is of no kind that is read, which are {SUPPORTED}: rename it to what it "
                 "holds, or name other files"
@@ -93,9 +133,28 @@ class InputFile:
         self._chunks = Chunks(self.path)
         read = {".parquet": self._parquet, ".txt": self._texts}.get(self.kind, self._lines)
         try:
+            if self.kind != ".parquet":
+                self._refuse_other_encoding()
             yield from read()
         except Fault as fault:
             yield fault.note(f"{self.name}, byte {self._chunks.given}")
+
+    def _refuse_other_encoding(self) -> None:
+        chunks = Chunks(self.path)
+        head = chunks.head()
+        if is_tar(head):
+            raise Fault(
+                ENCODED, "a tar archive", "unpack it, such as by tar -xf, and name what comes out"
+            )
+        if encoding := other_encoding(head):
+            command = f"iconv -f {encoding} -t UTF-8"
+            remedy = f"pipe its text through {command}"
+            if self.copy is None and chunks.kind is None:
+                new = self.path.with_name(f"utf8-{self.path.name}")
+                remedy = (
+                    f"convert it by {command} {shlex.quote(self.name)} > {shlex.quote(str(new))}"
+                )
+            raise Fault(ENCODED, f"{encoding}, and only UTF-8 is read", remedy)
 
     def _lines(self) -> Iterator[str | Note]:
         for number, (at, line) in enumerate(cut(self._chunks, b"\n"), 1):
@@ -150,6 +209,8 @@ class InputFile:
                 done += len(values)
                 self._chunks.consumed = self.size * done // file.metadata.num_rows
         except (arrow.ArrowException, OSError) as error:
+            if getattr(error, "errno", None) is not None:
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
             detail = f"parquet that cannot be read after row {done} ({error})"
             raise Fault(DAMAGED, detail, "fetch it again") from error
 
@@ -183,16 +244,6 @@ class HubDataset:
             self.at = number
             place = f"{self.name}, row {number}"
             yield from emit(place, None, row, lambda row: text_of(row, field), self.options)
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    found = []
-    for folder, folders, names in os.walk(path):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted(found)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from data.text_loss import TextLoss
-from data.texts import BLANK, EMPTY, REPLACED
+from data.texts import BLANK, EMPTY, NULS, REPLACED
 from data.work import SPLITS
 
 
@@ -25,6 +25,8 @@ def summary(meta: dict[str, Any], output: Path) -> list[str]:
         lines.append(f"{' and '.join(skipped)} skipped")
     if replaced := left.pop(REPLACED, 0):
         lines.append(f"warning: {replaced:,} documents with invalid UTF-8, replaced by U+FFFD")
+    if nuls := left.pop(NULS, 0):
+        lines.append(f"warning: {nuls:,} documents hold NUL characters, which are kept")
     if left:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in left.items())
         lines.append(f"warning: {sum(left.values()):,} left out: {reasons}")

@@ -4,11 +4,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from data.encodings import MARKS, not_text
+
 BOM = b"\xef\xbb\xbf"
-BLANK, EMPTY, REPLACED = "blank line", "empty text", "invalid UTF-8 replaced"
+BLANK, EMPTY, REPLACED, NULS = "blank line", "empty text", "invalid UTF-8 replaced", "NUL in text"
 """What is counted and is no fault."""
-DAMAGED = "damaged file"
+DAMAGED, ENCODED, BINARY = "damaged file", "file of another kind", "control characters"
+OF_FILES = (DAMAGED, ENCODED)
+"""Reasons that end the reading of a file."""
 TO_UTF8 = "convert the file, read U+FFFD for it by --encoding_errors replace"
+CONVERT = "convert it by iconv -f ITS_ENCODING -t UTF-8"
 SHOWN = 80
 """Characters of a bad row that its error shows."""
 
@@ -52,7 +57,7 @@ class Fault(Exception):
 
     def note(self, place: str, shown: str = "") -> Note:
         """The fault as it is counted or, where it stops the work, reported."""
-        rest = "the rest of the file" if self.reason == DAMAGED else "such rows"
+        rest = "the rest of the file" if self.reason in OF_FILES else "such rows"
         remedy = f"{self.remedy}, or leave {rest} out by --on_bad_row skip"
         return Note(self.reason, f"{place}: {self}{shown}; {remedy}")
 
@@ -82,12 +87,16 @@ def emit(
         if not text.isascii():
             text, half = _pair(text, options)
             replaced |= half
+        if found := not_text(text, replaced):
+            raise Fault(BINARY, f"no text, or in another encoding ({found})", CONVERT)
     except Fault as fault:
         byte = "" if at is None else f", byte {at + fault.at}"
         yield fault.note(place + byte, _shown(data))
     else:
         if replaced:
             yield Note(REPLACED)
+        if "\0" in text:
+            yield Note(NULS)
         yield text or Note(EMPTY)
 
 
@@ -126,12 +135,16 @@ def _decode(data: bytes | bytearray, options: ReadOptions) -> tuple[str, bool]:
     try:
         return data.decode("utf-8"), False
     except UnicodeDecodeError as error:
-        if options.encoding_errors == "replace":
-            return data.decode("utf-8", "replace"), True
+        text = data.decode("utf-8", "replace")
+        wide = data.startswith((*MARKS,))
+        if options.encoding_errors == "replace" and not wide:
+            return text, True
         detail = f"invalid UTF-8 ({error.reason})"
-        if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        if wide:
             detail += "; it looks like UTF-16"
-        raise Fault("invalid UTF-8", detail, TO_UTF8, error.start) from error
+        # U+FFFD everywhere would be refused too.
+        remedy = CONVERT if wide or not_text(text, True) else TO_UTF8
+        raise Fault("invalid UTF-8", detail, remedy, error.start) from error
 
 
 def _pair(text: str, options: ReadOptions) -> tuple[str, bool]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from data.chunks import package
+from data.packages import package
 from data.specials import END_OF_TEXT, UNUSED
 from data.tokenizer import TextTokenizer
 

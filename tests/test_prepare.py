@@ -444,8 +444,8 @@ def refusal(lightning: Lightning, tmp_path, tok, monkeypatch):
         (
             "s08.foo",
             b"x",
-            "s08.foo is of no kind that is read, which are .jsonl, .json, .txt (each also with .gz "
-            "or .zst) and .parquet: rename it to what it holds, or name other files",
+            "s08.foo is of no kind that is read, which are .jsonl, .json, .txt (each also with .gz, "
+            ".zst, .bz2 or .xz) and .parquet: rename it to what it holds, or name other files",
         ),
     ],
 )
