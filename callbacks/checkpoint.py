@@ -1,4 +1,4 @@
-"""When a run is saved, what is kept, and the state it resumes from."""
+"""When a run is saved and what is kept."""
 
 import contextlib
 import functools
@@ -15,18 +15,13 @@ from callbacks.checkpoint_io import AtomicCheckpointIO
 from callbacks.checkpoint_state import random_states, restore_random_states
 from callbacks.metrics_csv import resume_logs, save_logs
 from callbacks.moments import reach
+from callbacks.resume import forget_best, recount, refuse_other_run
 from callbacks.run_folder import contract
 from callbacks.trainer import announce, at_step_edge, is_dry_run, validation_follows
 from callbacks.way_out import after_non_finite
 from data.atomic import TEMPORARY
 from lm.finite import NonFiniteError
 from lm.module import LMModule
-
-# A resumed run must agree in these and in what the datamodule refuses; other differences are
-# announced, and the new value holds.
-FIXED = ("model.config.", "seed_everything")
-# Of the model, but not of what it computes.
-FREE = ("model.config.activation_checkpointing",)
 
 
 class AtomicCheckpoint(Checkpoint):
@@ -63,7 +58,6 @@ class AtomicCheckpoint(Checkpoint):
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.best: dict[str, float] = {}
-        self._other_validation = False
         self._saved_step = -1
         self._validating = False
         self._validation_due_at = -1
@@ -72,6 +66,7 @@ class AtomicCheckpoint(Checkpoint):
         self._kept_best: float | None = None
         self._failure: str | None = None
         self._diverged: NonFiniteError | None = None
+        self._forget: str | None = None
 
     # Saving
 
@@ -79,14 +74,6 @@ class AtomicCheckpoint(Checkpoint):
         trainer.strategy.checkpoint_io = AtomicCheckpointIO(
             trainer, lambda checkpoint: self.check(trainer, checkpoint)
         )
-        if stage == "fit" and trainer.is_global_zero and not is_dry_run(trainer):
-            for stale in Path(trainer.default_root_dir, FOLDER).glob(f"*{TEMPORARY}*"):
-                stale.unlink(missing_ok=True)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A kill after the last write of a run, and before its retention, leaves one file too many.
-        if trainer.is_global_zero and self._saved_step > 0:
-            self._retain(Path(trainer.default_root_dir, FOLDER), self.best.get("step"))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -134,7 +121,8 @@ class AtomicCheckpoint(Checkpoint):
 
     def make_up_validation(self, trainer: Trainer) -> None:
         """Run the last validation of a run, where a signal cut it short."""
-        if self._validation_due_at == trainer.global_step and trainer.enable_validation:
+        last = trainer.global_step == trainer.max_steps
+        if last and self._validation_due_at == trainer.max_steps and trainer.enable_validation:
             self._validation_due_at = -1
             resume_logs(trainer)
             trainer.validating = True
@@ -144,7 +132,7 @@ class AtomicCheckpoint(Checkpoint):
 
     def _due(self, trainer: Trainer) -> bool:
         step = trainer.global_step
-        if step % self.every_n_steps == 0 or step == trainer.max_steps:
+        if step % self.every_n_steps == 0 or step == trainer.max_steps or trainer.should_stop:
             return True
         if self.every_minutes is None:
             return False
@@ -248,9 +236,6 @@ class AtomicCheckpoint(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         return {"best": dict(self.best)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best = {} if self._other_validation else dict(state_dict["best"])
-
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -266,42 +251,12 @@ class AtomicCheckpoint(Checkpoint):
     # Resuming
 
     def check(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Compare a checkpoint's contract with this run's: differences are refused or announced.
+        """Refuse a checkpoint of another run; announce what else changed.
 
         Raises:
             ValueError: the model, the data, their order or the seed differ; names every one.
         """
-        if "contract" not in checkpoint:
-            raise ValueError("the checkpoint has no contract: it was not made by fit")
-        fits = trainer.state.fn == "fit"
-        data = cast(Any, trainer).datamodule
-        if fits:
-            # First of all: the length of the run, and with it the schedule, rests on the position.
-            data.load_state_dict(checkpoint[type(data).__qualname__])
-        fixed = FIXED if fits else (*FIXED, "tokenizer fingerprint")
-        old, new = checkpoint["contract"], contract(trainer)
-        differ = [key for key in old if key in new and old[key] != new[key]]
-        faults = [
-            f"{key} was {old[key]} and is {new[key]} now"
-            for key in differ
-            if key.startswith(fixed) and key not in FREE
-        ]
-        if fits:
-            faults += data.refused_changes(old)
-        if faults:
-            raise ValueError(
-                f"the checkpoint belongs to another run: {'; '.join(faults)}; go back to the old "
-                "values, or start anew in another trainer.default_root_dir"
-            )
-        if fits:
-            for key in differ:
-                announce(f"changed since the checkpoint: {key} {old[key]} -> {new[key]}")
-            if any(key.startswith("validation ") for key in differ):
-                self._other_validation = True
-                announce(
-                    "warning: the run validates on other data than before, so its losses do not "
-                    "compare with those before: the best is looked for anew"
-                )
+        refuse_other_run(trainer, checkpoint)
         self._random_states = checkpoint["random_states"]
 
     def on_load_checkpoint(
@@ -309,41 +264,49 @@ class AtomicCheckpoint(Checkpoint):
     ) -> None:
         if trainer.state.fn != "fit":
             return
-        step, loops = checkpoint["global_step"], checkpoint["loops"]["fit_loop"]
-        due = checkpoint.get("validation_due", False)
+        step, due = checkpoint["global_step"], checkpoint.get("validation_due", False)
         # With its validation the step's file is written again.
         self._saved_step, self._validation_due_at = (-1, step) if due else (step, -1)
-        if trainer.is_global_zero:
-            self._set_aside(Path(trainer.default_root_dir, FOLDER), step)
-        # Lightning counts micro-batches: with another accumulate the same step is another count.
-        progress = loops["epoch_loop.batch_progress"]
-        was = checkpoint["contract"]["trainer.accumulate_grad_batches"]
-        done = step * trainer.accumulate_grad_batches
-        for counts in (progress["total"], progress["current"]):
-            for name, count in counts.items():
-                counts[name] = done + count - step * was
-        # The last batch of a run that was lengthened since is not the last any more.
-        progress["is_last_batch"] = False
-        # One micro-batch begun and not finished: Lightning's sign that a validation is due.
-        progress = loops["epoch_loop.val_loop.batch_progress"]
-        cut_short = progress["current"]["completed"] if due else 0
-        for counts in (progress["total"], progress["current"]):
-            whole = counts["completed"] - cut_short
-            counts |= {"ready": whole + due, "started": whole + due}
-            counts |= {"processed": whole, "completed": whole}
+        recount(trainer, checkpoint, due)
+        why = forget_best(trainer, checkpoint) if trainer.is_global_zero else None
+        self._forget = trainer.strategy.broadcast(why)
 
-    def _set_aside(self, folder: Path, resumed: int) -> None:
-        """Rename what is newer than the step resumed from: damaged, or of a way not taken.
-
-        Else `last` would mean it again, and retention would count it as the newest.
-        """
-        for step, path in checkpoints(folder):
-            if step > resumed:
-                path.rename(path.with_name(f"{path.name}.set-aside"))
-                announce(f"set aside {path}: newer than the step that the run goes on from")
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = dict(state_dict["best"])
+        if self._forget:
+            announce(
+                f"warning: {self._forget}, so it no longer counts: the best is looked for anew"
+            )
+            self.best = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Only here is it certain that the run goes on: a start that is refused changes no file.
+        self._put_in_order(trainer)
         # After all set-up, which draws random numbers of its own.
         if trainer.global_rank < len(self._random_states):
             restore_random_states(self._random_states[trainer.global_rank])
         self._states_before_validation = random_states()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A kill after the last write of a run, and before its retention, leaves one file too many.
+        held = checkpoints(Path(trainer.default_root_dir))
+        if held and held[0][0] == trainer.global_step == trainer.max_steps:
+            self._put_in_order(trainer)
+
+    def _put_in_order(self, trainer: Trainer) -> None:
+        """Remove what a kill left, and rename what is newer than the step resumed from.
+
+        Those files are damaged or from an abandoned branch of the run. Otherwise `last` would
+        mean them again, and retention would count them as the newest.
+        """
+        folder, step = Path(trainer.default_root_dir, FOLDER), trainer.global_step
+        if not trainer.is_global_zero or is_dry_run(trainer) or not folder.is_dir():
+            return
+        for stale in folder.glob(f"*{TEMPORARY}*"):
+            stale.unlink(missing_ok=True)
+        for newer, path in checkpoints(folder):
+            if newer > step > 0:
+                path.rename(path.with_name(f"{path.name}.set-aside"))
+                announce(f"set aside {path}: newer than the step that the run goes on from")
+        if step > 0:
+            self._retain(folder, self.best.get("step"))

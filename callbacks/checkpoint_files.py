@@ -156,7 +156,13 @@ def resolve(ckpt_path: str | None, root: Path, starts: bool = False) -> Path | N
     best = newest["callbacks"]["AtomicCheckpoint"]["best"]
     if not best:
         raise ValueError(f"{root} has no best checkpoint: nothing was validated yet")
-    return held[0][1].with_name(file_name(best["step"]))
+    file = held[0][1].with_name(file_name(best["step"]))
+    if not file.exists():
+        raise ValueError(
+            f"the best checkpoint of {root} was {file.name}, which is not there; give last, or one "
+            "of its files by --ckpt_path"
+        )
+    return file
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

@@ -188,9 +188,10 @@ class Progress(Callback):
             self._say(trainer, f"stopped at step {step} of {last}; the same command goes on")
         # Lightning ends a run without any word when nothing is left to train.
         elif step > last:
-            raise ValueError(
-                f"the run is at step {step} and max_steps is {last}: nothing is left to train; "
-                "lengthen the run or start another in another trainer.default_root_dir"
+            self._say(
+                trainer,
+                f"the run is at step {step}, past its last step {last}: nothing is left to train "
+                "and no file is changed; raise trainer.max_steps to go on",
             )
         else:
             self._say(trainer, f"finished at step {step} of {last}")

@@ -12,6 +12,7 @@ from callbacks.run_folder import contract
 from callbacks.throughput import pause_clock
 from callbacks.trainer import announce, at_step_edge, is_dry_run
 from data.atomic import TEMPORARY, replaced
+from lm.trained import step_of_weights
 
 FILE = "weights.safetensors"
 EXPORTS = "exports"
@@ -37,6 +38,7 @@ class Weights(Callback):
                 "null"
             )
         self.save_at_end, self.export_every_n_steps = save_at_end, export_every_n_steps
+        self._trained = False
         self.export: Callable[[Path, Path], list[str]] | None = None
         """Writes a folder of a weights-only file; set by who knows how."""
 
@@ -46,7 +48,13 @@ class Weights(Callback):
                 "weights.export_every_n_steps is set, but nothing is given that exports; it works "
                 "with lightning fit"
             )
-        if stage == "fit" and trainer.is_global_zero and not is_dry_run(trainer):
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._trained = True
+        self._sweep(trainer)
+
+    def _sweep(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero and not is_dry_run(trainer):
             for stale in Path(trainer.default_root_dir).glob(f"*{TEMPORARY}*"):
                 stale.unlink(missing_ok=True)
 
@@ -65,6 +73,11 @@ class Weights(Callback):
         if not self.save_at_end or not trainer.is_global_zero or is_dry_run(trainer):
             return
         root = Path(trainer.default_root_dir)
+        if not self._trained:
+            held = step_of_weights(root / FILE)
+            if trainer.global_step != trainer.max_steps or held >= trainer.global_step:
+                return
+            self._sweep(trainer)
         try:
             with replaced(root / FILE) as file:
                 self._write(trainer, pl_module, file)

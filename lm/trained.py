@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lm.finite import NonFiniteError, few, non_finite
@@ -127,6 +128,15 @@ def write_weights_file(weights: dict[str, Tensor], checkpoint: dict[str, Any], p
     if bad := list(non_finite(weights)):
         raise NonFiniteError(f"weights are not finite: {few(bad)}")
     save_tensors(weights, path, {FACTS: json.dumps(facts(checkpoint))})
+
+
+def step_of_weights(path: Path) -> int:
+    """Step of a file that `write_weights_file` wrote; -1 where there is no such file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return json.loads(file.metadata()[FACTS])["global_step"]
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        return -1
 
 
 def facts(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -96,6 +96,8 @@ class Saver:
         self.val_check_batch = 10**9
         self.enable_validation = self.is_global_zero = True
         self.fast_dev_run = 0
+        self.should_stop = False
+        self.global_rank = 0
         self.loggers: list[Any] = []
         self.state = SimpleNamespace(fn="fit")
         self.lightning_module: Any = SimpleNamespace(skipped_in_row=0)
@@ -367,6 +369,14 @@ def test_best_is_the_file_that_the_newest_whole_one_records(tmp_path):
     save(tmp_path, 5, best={"loss": 1.5, "step": 3})
     empty(save(tmp_path, 7))
     assert resolve("best", tmp_path) == tmp_path / "checkpoints" / "step-00000003.ckpt"
+
+
+def test_run_that_is_asked_to_stop_saves_its_last_step_before_others_end_it(tmp_path):
+    # Callbacks may change the weights in on_train_end, as those that average them do.
+    trainer, callback = Saver(tmp_path), AtomicCheckpoint(every_n_steps=50)
+    trainer.should_stop = True
+    train(callback, trainer, 3)
+    assert trainer.kept == [3]
 
 
 def test_best_before_any_validation_is_an_error(tmp_path):
@@ -665,15 +675,15 @@ def test_run_under_a_file_size_limit_trains_to_its_end_and_reports_it(run_yaml, 
 # Start of a run
 
 
-@pytest.mark.parametrize(("stage", "left"), [("fit", []), ("validate", ["a.ckpt.tmp-77"])])
-def test_stale_temporaries_are_swept_when_a_fit_starts(tmp_path, stage, left):
+def test_stale_temporaries_are_swept_when_training_starts(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     (folder / "a.ckpt.tmp-77").write_bytes(b"torn")
-    trainer: Any = Saver(tmp_path)
-    AtomicCheckpoint().setup(trainer, NO_MODULE, stage)
-    assert [path.name for path in folder.iterdir()] == left
-    assert isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO)
+    trainer, callback = Saver(tmp_path), AtomicCheckpoint()
+    callback.setup(any_trainer(trainer), NO_MODULE, "fit")
+    assert [path.name for path in folder.iterdir()] == ["a.ckpt.tmp-77"]
+    callback.on_train_start(any_trainer(trainer), NO_MODULE)
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -806,6 +816,7 @@ def loaded(trainer: Any, trained: Any, validated: Any, due: bool = False) -> Non
         "global_step": 4,
         "loops": {"fit_loop": loops},
         "contract": {"trainer.accumulate_grad_batches": 2},
+        "callbacks": {"AtomicCheckpoint": {"best": {}}},
         "validation_due": due,
     }
     AtomicCheckpoint().on_load_checkpoint(trainer, NO_MODULE, checkpoint)

@@ -411,12 +411,6 @@ def test_finished_run_says_so_and_is_no_error(lightning: Lightning, run_yaml: Ru
     assert err.splitlines()[-1] == "finished at step 6 of 6"
 
 
-def test_run_beyond_its_end_is_refused(lightning: Lightning, run_yaml: RunYaml):
-    lightning("fit", "--config", run_yaml())
-    line = refusal(lightning, "fit", "--config", run_yaml({"trainer.max_steps": 4}))
-    assert "the run is at step 6 and max_steps is 4" in line
-
-
 def test_dry_run_works_beside_a_run(lightning: Lightning, run_yaml: RunYaml):
     lightning("fit", "--config", run_yaml())
     code, _, err = lightning("fit", "--config", run_yaml({"trainer.fast_dev_run": 2}))

@@ -290,12 +290,12 @@ def test_run_that_was_finished_before_says_so():
     assert stream.getvalue() == "finished at step 20 of 20\n"
 
 
-def test_resuming_beyond_the_end_is_an_error():
-    with pytest.raises(ValueError, match="nothing is left to train") as refusal:
-        Progress(io.StringIO()).on_fit_end(stand_in(global_step=21), module(2.0))
-    assert str(refusal.value) == (
-        "the run is at step 21 and max_steps is 20: nothing is left to train; lengthen the run or "
-        "start another in another trainer.default_root_dir"
+def test_run_that_is_past_its_end_says_so():
+    stream = io.StringIO()
+    Progress(stream).on_fit_end(stand_in(global_step=21), module(2.0))
+    assert stream.getvalue() == (
+        "the run is at step 21, past its last step 20: nothing is left to train and no file is "
+        "changed; raise trainer.max_steps to go on\n"
     )
 
 
