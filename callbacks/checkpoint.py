@@ -24,6 +24,20 @@ from lm.finite import NonFiniteError
 from lm.module import LMModule
 
 
+def reason(error: BaseException) -> str:
+    """What an error says, without the path that an OSError names."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"[Errno {error.errno}] {error.strerror}"
+    return str(error)
+
+
+def newest(folder: Path) -> str:
+    """What a run would go on from, for the message that a save failed."""
+    for _, path in checkpoints(folder)[:1]:
+        return f"the newest checkpoint is {path.name}"
+    return "there is no checkpoint yet"
+
+
 class AtomicCheckpoint(Checkpoint):
     """Saves at step edges, keeps a bounded number of files, and checks what a run resumes from."""
 
@@ -187,15 +201,17 @@ class AtomicCheckpoint(Checkpoint):
             # Raised at the next step edge, in the thread that trains.
             self._diverged = error
         try:
-            fault = str(error) if error else damage(path) if verify else None
+            fault = reason(error) if error else damage(path) if verify else None
         except OSError as unread:
-            fault = str(unread)
+            fault = reason(unread)
         # A failed write costs the file and not the run; the last step's is tried once more.
-        self._failure = f"{path}: {fault}" if fault else None
+        before = self._failure
+        self._failure = f"{path}: {fault}; {newest(path.parent)}" if fault else None
         if self._diverged:
             return
         if self._failure:
-            announce(f"error: checkpoint not saved: {self._failure}")
+            if self._failure != before:  # the last step's is tried twice
+                announce(f"error: checkpoint not saved: {self._failure}")
             return
         reach("before retention")
         try:

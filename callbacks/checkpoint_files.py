@@ -232,7 +232,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     if free < needed:
         raise OSError(
             errno.ENOSPC,
-            f"No space left: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free",
+            f"No space left: {needed / 1e6:,.2f} MB needed, {free / 1e6:,.2f} MB free",
             str(path),
         )
     step = checkpoint.get("global_step", 0)

@@ -207,7 +207,7 @@ def test_too_little_free_space_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2_000_000))
     path = tmp_path / "step-1.ckpt"
     large = {"state_dict": {"w": torch.empty(750_000)}}
-    with pytest.raises(OSError, match="No space left: 3 MB needed, 2 MB free") as refusal:
+    with pytest.raises(OSError, match=r"No space left: 3\.00 MB needed, 2\.00 MB free") as refusal:
         write_checkpoint(large, path)
     assert (refusal.value.errno, refusal.value.filename) == (errno.ENOSPC, str(path))
     assert list(tmp_path.iterdir()) == []
@@ -580,7 +580,8 @@ def test_failed_save_is_told_and_training_goes_on(tmp_path, capsys):
     path = tmp_path / "checkpoints" / "step-00000002.ckpt"
     assert trainer.kept == [1]
     assert capsys.readouterr().err == (
-        f"error: checkpoint not saved: {path}: [Errno 28] No space left on device\n"
+        f"error: checkpoint not saved: {path}: [Errno 28] No space left on device; the newest "
+        "checkpoint is step-00000001.ckpt\n"
     )
 
 
@@ -593,7 +594,8 @@ def test_run_whose_last_save_failed_ends_with_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="could not be written") as refusal:
         callback.on_train_end(trainer, NO_MODULE)
     assert str(refusal.value) == (
-        f"the last checkpoint could not be written: {path}: file write failed"
+        f"the last checkpoint could not be written: {path}: file write failed; there is no "
+        "checkpoint yet"
     )
 
 
@@ -642,6 +644,9 @@ def test_run_on_a_full_disk_keeps_its_checkpoints_trains_to_its_end_and_reports_
     assert err.splitlines()[-1].startswith(
         f"error: the last checkpoint could not be written: {last}: [Errno 28] No space left"
     )
+    assert err.splitlines()[-1].endswith("; the newest checkpoint is step-00000002.ckpt")
+    failures = [line for line in err.splitlines() if line.startswith("error: checkpoint not saved")]
+    assert len(failures) == len(set(failures)) == 4
     assert [(step, damage(path)) for step, path in checkpoints(root)] == [(2, None), (1, None)]
     assert len(list(last.parent.iterdir())) == 2
 
