@@ -156,11 +156,14 @@ def test_shapes_have_more_and_fewer_rows_than_a_chunk():
     [
         ("NVIDIA A100-SXM4-80GB", "bf16-mixed", 312),
         ("NVIDIA A100-SXM4-80GB", "32-true", 19.5),
+        ("A100-PCIE-40GB", "bf16-mixed", 312),
+        ("NVIDIA A100 80GB PCIe", "bf16-mixed", 312),
+        ("NVIDIA GH200 480GB", "bf16-mixed", 989),
         ("NVIDIA H100 80GB HBM3", "bf16-mixed", 989),
         ("NVIDIA H100 PCIe", "bf16-mixed", 756),
         ("NVIDIA H100 NVL", "bf16-mixed", 835),
         ("NVIDIA H200", "bf16-mixed", 989),
-        ("NVIDIA H200 NVL", "bf16-mixed", 989),
+        ("NVIDIA H200 NVL", "bf16-mixed", 835),
         ("NVIDIA B200", "bf16-mixed", 2250),
         ("NVIDIA GB200", "bf16-mixed", 2500),
         ("NVIDIA L40S", "bf16-mixed", 362),
@@ -186,7 +189,13 @@ def test_peak_is_dense_and_by_precision(name: str, precision: str, tflops: float
     [
         *("NVIDIA A10G", "NVIDIA L400", "NVIDIA A1000", "Some Card", ""),
         *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D"),
-        "NVIDIA H200 MIG 1g.18gb",
+        *("NVIDIA H200 MIG 1g.18gb", "NVIDIA A100-SXM4-40GB MIG 3g.20gb"),
+        *("NVIDIA A100-4-20C", "GRID A100-40C", "GRID T4-16Q", "NVIDIA L40S-48Q", "NVIDIA A40-12Q"),
+        *("NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 5090 D v2", "NVIDIA RTX 5090 SUPER"),
+        *("NVIDIA H20", "NVIDIA H800", "NVIDIA A800-SXM4-80GB", "NVIDIA H100", "NVIDIA B200A"),
+        *("NVIDIA A100-SXM-64GB", "NVIDIA A100X", "NVIDIA A10M", "NVIDIA T4G", "NVIDIA T400 4GB"),
+        *("Tesla V100S-PCIE-32GB", "Tesla V100-SXM3-32GB", "Tesla V100-FHHL-16GB"),
+        *("Tesla V100-DGXS-32GB", "Tesla V100-SXM2-32GB-LS", "AMD Instinct MI300X"),
     ],
 )
 def test_unknown_device_has_no_peak(name: str):
