@@ -309,6 +309,7 @@ def run_plan(cli: Any, hours: tuple[float, ...]) -> Any:
     device = "cuda" if (trainer.accelerator, device) == ("gpu", "cpu") else device
     precision = choose_precision(str(trainer.precision), device)
     here = device == "cuda" and torch.cuda.is_available()
+    devices = count_devices(trainer) * trainer.num_nodes
     known = peak_flops(torch.cuda.get_device_name(), precision) if here else None
     return RunPlan(
         config=cli.model.config,
@@ -316,7 +317,8 @@ def run_plan(cli: Any, hours: tuple[float, ...]) -> Any:
         precision=precision,
         micro_batch_size=data.micro_batch_size,
         accumulate=trainer.accumulate_grad_batches,
-        devices=count_devices(trainer) * trainer.num_nodes,
+        devices=devices,
+        buckets=devices > 1 or "ddp" in str(trainer.strategy).lower(),
         max_steps=None if trainer.max_steps == -1 else trainer.max_steps,
         total_tokens=data.total_tokens,
         epochs=data.epochs,

@@ -12,6 +12,8 @@ from lm.schedule import warmup_cosine, warmup_steps
 HOURS = (8.0, 12.0, 17.0, 24.0, 36.0, 67.0)
 # fp32 weights, gradients and AdamW's two moments; a checkpoint leaves the gradients out.
 STATIC_PARTS = {"weights": 4, "gradients": 4, "first moments": 4, "second moments": 4}
+# DDP sends gradients in buckets, copies that it holds all along.
+BUCKET_BYTES = 4
 CHECKPOINT_BYTES = 12
 # Precisions whose activations are counted: whether they cast.
 MIXED = {"bf16-mixed": True, "16-mixed": True, "32-true": False}
@@ -38,6 +40,8 @@ class RunPlan:
     """Micro-batches of a device in a step."""
     devices: int
     """All devices of the run."""
+    buckets: bool = False
+    """Whether DDP holds a copy of the gradients."""
     max_steps: int | None = None
     """Length in optimizer steps; else one of the next two."""
     total_tokens: int | None = None
@@ -128,6 +132,12 @@ class RunPlan:
         return sum(parameters(self.config).values())
 
     @property
+    def static_parts(self) -> dict[str, int]:
+        """Bytes that a device holds all along, by what they are for."""
+        each = STATIC_PARTS | ({"buckets of DDP": BUCKET_BYTES} if self.buckets else {})
+        return {name: size * self.parameters for name, size in each.items()}
+
+    @property
     def files_for_good(self) -> int | None:
         """Checkpoints that `keep_every` leaves at the end, at most."""
         if self.keep_every is None:
@@ -180,8 +190,8 @@ def ledger(run: RunPlan) -> dict[str, Any]:
         "max_steps": steps,
         "warmup_steps": warmup,
         "lr": {} if steps is None or warmup is None else rates(run.optim, warmup, steps),
-        "static_bytes": sum(STATIC_PARTS.values()) * total,
-        "static_bytes_by_part": {name: size * total for name, size in STATIC_PARTS.items()},
+        "static_bytes": sum(run.static_parts.values()),
+        "static_bytes_by_part": run.static_parts,
         "activation_bytes": None if activations is None else sum(activations.values()),
         "activation_bytes_by_part": activations,
         "checkpoint_bytes": CHECKPOINT_BYTES * total,

@@ -68,6 +68,30 @@ def test_memory_and_files_of_the_base_run():
     assert plan["warnings"] == []
 
 
+def test_buckets_of_ddp_are_counted():
+    plan = ledger(changed(buckets=True))
+    assert plan["static_bytes"] == 20 * plan["parameters"]
+    assert plan["static_bytes_by_part"]["buckets of DDP"] == 4 * plan["parameters"]
+    assert "buckets of DDP 2.01)" in table(plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "each"),
+    [
+        ({}, 16),
+        ({"trainer.strategy": "ddp"}, 20),
+        ({"trainer.devices": 2}, 20),
+        ({"trainer.num_nodes": 3}, 20),
+    ],
+)
+def test_command_counts_buckets_where_ddp_makes_them(
+    lightning: Lightning, run_yaml: RunYaml, options: dict[str, Any], each: int
+):
+    code, out, err = lightning("plan", "--config", run_yaml(options), "--json")
+    assert code == 0, err
+    assert json.loads(out)["static_bytes"] == each * json.loads(out)["parameters"]
+
+
 def test_all_parameters_of_a_dense_model_are_active():
     plan = ledger(BASE)
     assert plan["parameters_active"] == plan["parameters"] == 502_193_664
