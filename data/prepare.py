@@ -232,6 +232,9 @@ def _locked(
             if not work.has_parts:
                 work.remove()
             raise
+        except OSError as error:
+            error.add_note(f"{work.folder} keeps what is done; mend that: the same call goes on")
+            raise
         finally:
             work.close()
         _publish(work, output, meta)

@@ -1,5 +1,6 @@
 """Where a corpus is prepared: token streams that grow part by part and outlive a kill."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ from typing import IO, Any
 import numpy as np
 from jaxtyping import Int, Integer, UInt
 
-from data.atomic import replace_text, sync
+from data.atomic import naming, replace_text, sync
 from data.memmap import DTYPES
 
 SPLITS = ("train", "val")
@@ -69,13 +70,13 @@ class SplitWriter:
             ValueError: for an id too large for the type.
         """
         narrowed = narrow(ids, self.dtype, self.folder / self.files[-1])
-        self._docs.write((self.tokens + ends).astype("<i8").tobytes())
+        _write(self._docs, (self.tokens + ends).astype("<i8").tobytes())
         self.documents += ends.size
         while narrowed.size:
             room = narrowed.size
             if self.shard_tokens is not None:
                 room = self.shard_tokens - self.tokens % self.shard_tokens
-            self._file.write(narrowed[:room].tobytes())
+            _write(self._file, narrowed[:room].tobytes())
             self.tokens += narrowed[:room].size
             narrowed = narrowed[room:]
             if self.shard_tokens is not None and self.tokens % self.shard_tokens == 0:
@@ -86,22 +87,26 @@ class SplitWriter:
     def sync(self) -> None:
         """Return when all is on disk."""
         for file in (self._file, self._docs):
-            file.flush()
-            os.fsync(file.fileno())
+            with naming(Path(file.name)):
+                file.flush()
+                os.fsync(file.fileno())
 
     def finish(self) -> None:
         """Give the document offsets their header and close the files."""
-        self._docs.seek(0)
         shape = {"descr": "<i8", "fortran_order": False, "shape": (self.documents + 1,)}
-        np.lib.format.write_array_header_1_0(self._docs, shape)
+        with naming(Path(self._docs.name)):
+            self._docs.seek(0)
+            np.lib.format.write_array_header_1_0(self._docs, shape)
         assert self._docs.tell() == HEADER_BYTES
         self.sync()
         self.close()
 
     def close(self) -> None:
-        """Close the files as they are."""
-        self._docs.close()
-        self._file.close()
+        """Close the files as they are; what was not synced may be lost."""
+        for file in (self._docs, self._file):
+            # After a write that found no room, closing tries it again.
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _open_file(self) -> IO[bytes]:
         if self.shard_tokens is None:
@@ -207,6 +212,11 @@ def narrow(ids: Integer[np.ndarray, " N"], dtype: np.dtype, path: Path) -> UInt[
             "write uint32"
         )
     return ids.astype(dtype)
+
+
+def _write(file: IO[bytes], content: bytes) -> None:
+    with naming(Path(file.name)):
+        file.write(content)
 
 
 def _open_at(path: Path, n_bytes: int) -> IO[bytes]:

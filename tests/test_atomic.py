@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Lightning, RunYaml
+from conftest import Lightning, RunYaml, full_disk
 
 from data.atomic import make_folder, replace_text, replaced
 
@@ -95,15 +95,37 @@ def test_run_publishes_nothing_that_a_power_failure_could_lose(
 def test_preparing_publishes_nothing_that_a_power_failure_could_lose(
     lightning: Lightning, tmp_path: Path, disk: Disk
 ):
-    rows = "".join(f'{{"text": "row {number} of a few"}}\n' for number in range(60))
-    (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8")
-    words = ["--input", tmp_path / "rows.jsonl", "--vocab_size", 270]
-    code, _, err = lightning("prepare", *words, "--val_fraction", 0.5, "--output", tmp_path / "out")
+    code, _, err = lightning("prepare", *prepare_words(tmp_path))
     assert code == 0, err
     assert (disk.hasty, disk.unsure) == ([], {})
     order = [path.name for path in disk.published if path.parent == tmp_path / "out"]
     assert order[-2:] == ["tokenizer.json", "meta.json"]
     assert {"train.bin", "val.bin"} < set(order)
+
+
+def prepare_words(folder: Path) -> list[Any]:
+    rows = "".join(f'{{"text": "row {number} of a few"}}\n' for number in range(3000))
+    (folder / "rows.jsonl").write_text(rows, encoding="utf-8")
+    words = ["--input", folder / "rows.jsonl", "--vocab_size", 270, "--val_fraction", 0.5]
+    return [*words, "--output", folder / "out"]
+
+
+@pytest.mark.parametrize(("room", "file"), [(700, "tokenizer.json"), (9000, "train.bin")])
+def test_preparing_on_a_full_disk_names_the_file_and_goes_on_when_there_is_room(
+    lightning: Lightning, tmp_path: Path, room: int, file: str
+):
+    words, work = prepare_words(tmp_path), tmp_path / "out" / ".work"
+    with full_disk(room):
+        code, _, err = lightning("prepare", *words)
+    assert (code, err.splitlines()[-2:]) == (
+        1,
+        [
+            f"error: [Errno 27] File too large: '{work / file}'",
+            f"{work} keeps what is done; mend that: the same call goes on",
+        ],
+    )
+    assert lightning("prepare", *words)[0] == 0
+    assert not work.exists()
 
 
 def test_rows_are_durable_before_the_checkpoint_that_follows_them(
