@@ -1,6 +1,7 @@
 """Bytes of a file, decompressed and cut into lines, paragraphs or pieces, in bounded memory."""
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -94,18 +95,26 @@ class Chunks:
             data, more = b"", bool(most) and not (engine.eof or engine.needs_input)
 
 
-def cut(chunks: Iterable[bytes], separator: bytes) -> Iterator[Piece]:
-    """What stands between separators; all as one piece where the separator is empty."""
+def cut(chunks: Iterable[bytes], separator: bytes, any_line_end: bool = False) -> Iterator[Piece]:
+    """What stands between separators; all as one piece where the separator is empty.
+
+    Args:
+        any_line_end: let a line end in the separator be \\r\\n in the file, too.
+    """
+    pattern, longest = re.escape(separator), len(separator)
+    if any_line_end:
+        pattern, longest = pattern.replace(b"\\\n", b"\r?\n"), longest + separator.count(b"\n")
+    search = re.compile(pattern).search
     rest, at, lost = bytearray(), 0, False
     for chunk in chunks:
-        begin, start = 0, max(0, len(rest) - len(separator) + 1)
+        begin, start = 0, max(0, len(rest) - longest + 1)
         rest += chunk
-        while separator and (end := rest.find(separator, start)) >= 0:
-            yield at + begin, None if lost else rest[begin:end]
-            begin = start = end + len(separator)
+        while separator and (found := search(rest, start)):
+            yield at + begin, None if lost else rest[begin : found.start()]
+            begin = start = found.end()
             lost = False
         if len(rest) - begin > MAX_PIECE:
-            begin, lost = max(begin, len(rest) - len(separator)), True
+            begin, lost = max(begin, len(rest) - longest), True
         del rest[:begin]
         at += begin
     if rest or lost:

@@ -8,7 +8,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from data.readers import Input
 from data.text_loss import TextLoss
-from data.texts import Note
+from data.texts import OVERLAP, Note
 from data.tokenizer import TextTokenizer
 from data.work import SPLITS, Work
 
@@ -39,6 +39,8 @@ class Sources:
     """With the split that all of an input belongs to; None goes by each text."""
     val_fraction: float = 0.0
     skip_faults: bool = False
+    validating: np.ndarray = field(default_factory=lambda: np.empty(0))
+    """Shares of texts, sorted, that no training document is to equal."""
 
     def take(self, item: str | Note) -> str | None:
         """The text, or None for what is left out.
@@ -57,6 +59,18 @@ class Sources:
         share = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") / 2**64
         return "val" if share < self.val_fraction else "train", share
 
+    def with_validation(self) -> "Sources":
+        """The same with `validating` read from the inputs that are for validation."""
+        items = (item for given, source in self.inputs if given == "val" for item in source)
+        texts = (item.encode("utf-8") for item in items if isinstance(item, str))
+        shares = np.fromiter((self.split_of(text)[1] for text in texts), np.float64)
+        return replace(self, validating=np.unique(shares))
+
+    def validates(self, share: float) -> bool:
+        """Whether a text of that share is known to be for validation."""
+        at = int(np.searchsorted(self.validating, share))
+        return at < self.validating.size and bool(self.validating[at] == share)
+
 
 class Document(NamedTuple):
     """A text, and where it comes from and goes to."""
@@ -65,6 +79,8 @@ class Document(NamedTuple):
     source: int
     split: str
     n_bytes: int
+    share: float
+    """The same for the same text."""
 
 
 @dataclass
@@ -141,7 +157,9 @@ def _batches(sources: Sources, first: int, done: int) -> Iterator[Batch]:
             if text is not None:
                 data = text.encode("utf-8")
                 split, share = sources.split_of(data)
-                document = Document(text, index, given or split, len(data))
+                document = Document(text, index, given or split, len(data), share)
+                if document.split == "train" and sources.validates(share):
+                    batch.left_out[OVERLAP] += 1
                 batch.documents.append(document)
                 batch.n_bytes += document.n_bytes
                 batch.lowest = min(batch.lowest, share)
@@ -187,6 +205,7 @@ def _write(
     eos_id, bos_id = tokenizer.eos_id, tokenizer.special_id("bos") if bos else None
     ids = {split: array("I") for split in SPLITS}
     ends: dict[str, list[int]] = {split: [] for split in SPLITS}
+    digests = work.state.get("digests")
     for document, row in zip(batch.documents, rows, strict=True):
         counts, stream = work.state[document.split], ids[document.split]
         if bos_id is not None:
@@ -197,6 +216,9 @@ def _write(
         counts["eos"] += 1
         counts["bytes"] += document.n_bytes
         counts["sources"][document.source] += 1
+        if digests:
+            added = digests[document.source] * 1_000_003 + int(document.share * 2**53)
+            digests[document.source] = added % 2**61
     for split, writer in work.writers.items():
         writer.append(np.frombuffer(ids[split], np.uint32), np.array(ends[split], np.int64))
         work.state[split] |= {"tokens": writer.tokens, "documents": writer.documents}

@@ -19,7 +19,7 @@ from data.lock import Owner, held
 from data.ownership import TOKEN_FILE, WORK, finished, refuse_others
 from data.readers import Input, find_inputs, refuse_twins
 from data.specials import END_OF_TEXT
-from data.summary import refuse_empty
+from data.summary import refuse_empty, repeated
 from data.text_loss import TextLoss
 from data.texts import ReadOptions
 from data.tokenizer import TextTokenizer
@@ -268,7 +268,8 @@ def _prepare(job: Job, work: Work, progress: bool) -> dict[str, Any]:
     tokenizer = tokenizer or TextTokenizer.load(path)
     dtype = token_dtype(tokenizer.size) if settings.dtype == "auto" else settings.dtype
     state = work.open(dtype, settings.shard_tokens, len(job.sources.inputs))
-    encode(job.sources, tokenizer, work, bos=settings.bos, workers=job.workers, show=progress)
+    sources = job.sources.with_validation() if settings.val_input else job.sources
+    encode(sources, tokenizer, work, bos=settings.bos, workers=job.workers, show=progress)
     refuse_empty(job.name, state, job.more_text)
     ids = {kind: tokenizer.special_id(kind) for kind in ("eos", "bos", "pad")}
     meta: dict[str, Any] = {
@@ -295,6 +296,8 @@ def _prepare(job: Job, work: Work, progress: bool) -> dict[str, Any]:
             for name, count in zip(names, state[split]["sources"], strict=True)
             if count
         ]
+    if job.corpus["name"] == "files" and (twins := repeated(names, state)):
+        meta["repeated"] = twins
     if (loss := TextLoss.read(state["text_loss"])).warnings:
         meta["text_loss"] = loss.content
     if tokenizer.ignored:

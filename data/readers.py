@@ -1,5 +1,6 @@
 """What to prepare: files, folders, globs and data sets of a hub, each as a stream of documents."""
 
+import itertools
 import json
 import os
 import shlex
@@ -21,6 +22,7 @@ from data.texts import (
     BOM,
     DAMAGED,
     ENCODED,
+    UNSPLIT,
     Fault,
     Note,
     ReadOptions,
@@ -179,12 +181,17 @@ class InputFile:
 
     def _texts(self) -> Iterator[str | Note]:
         rule = self.options.split_documents
-        separator = {"file": "", "blank_line": "\n"}.get(rule, rule).encode("utf-8")
-        pieces = cut(self._chunks, separator)
+        own = rule not in ("file", "blank_line")
+        separator = {"file": "", "blank_line": "\n"}.get(rule, rule.replace("\r\n", "\n"))
+        pieces = cut(self._chunks, separator.encode("utf-8"), any_line_end=own)
         pieces = paragraphs(pieces) if rule == "blank_line" else pieces
+        n_bytes = 0
         for number, (at, piece) in enumerate(pieces, 1):
+            n_bytes = len(piece or b"")
             place = f"{self.name}, document {number}"
             yield from emit(place, at, piece, self._unix, self.options)
+        if own and n_bytes and n_bytes == self._chunks.given:
+            yield Note(UNSPLIT)
 
     def _unix(self, text: str) -> str:
         text = text.replace("\r\n", "\n")
@@ -198,7 +205,9 @@ class InputFile:
             names = file.schema_arrow.names
             column = field if field in names else field.partition(".")[0]
             if column not in names:
-                raise missing(field, names)
+                note = missing(field, names).note(self.name)
+                yield from itertools.repeat(note, file.metadata.num_rows)
+                return
             for batch in file.iter_batches(batch_size=256, columns=[column]):
                 values = batch.column(0)
                 if arrow.types.is_string(values.type) or arrow.types.is_large_string(values.type):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from data.text_loss import TextLoss
-from data.texts import BLANK, EMPTY, NULS, REPLACED
+from data.texts import BLANK, EMPTY, NULS, OVERLAP, REPLACED, UNSPLIT
 from data.work import SPLITS
 
 
@@ -27,6 +27,23 @@ def summary(meta: dict[str, Any], output: Path) -> list[str]:
         lines.append(f"warning: {replaced:,} documents with invalid UTF-8, replaced by U+FFFD")
     if nuls := left.pop(NULS, 0):
         lines.append(f"warning: {nuls:,} documents hold NUL characters, which are kept")
+    if unsplit := left.pop(UNSPLIT, 0):
+        lines.append(
+            f"warning: {unsplit:,} text files do not hold the separator of --split_documents: each "
+            "is one document"
+        )
+    if overlap := left.pop(OVERLAP, 0):
+        lines.append(
+            f"warning: {overlap:,} training documents are in the validation files too: the "
+            "validation loss is too low; take them out of either"
+        )
+    if pairs := meta.get("repeated"):
+        one, other = pairs[0]
+        more = f" and {len(pairs) - 1:,} more" if pairs[1:] else ""
+        lines.append(
+            f"warning: {len(pairs):,} inputs repeat the text of another, which counts double: "
+            f"{other} that of {one}{more}; leave them out"
+        )
     if left:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in left.items())
         lines.append(f"warning: {sum(left.values()):,} left out: {reasons}")
@@ -40,6 +57,17 @@ def summary(meta: dict[str, Any], output: Path) -> list[str]:
     if ignored := meta.get("ignored_settings"):
         lines.append(f"warning: {', '.join(ignored)} of the tokenizer's file: not used")
     return lines + TextLoss.read(meta.get("text_loss", {})).warnings
+
+
+def repeated(names: list[str], state: dict[str, Any]) -> list[list[str]]:
+    """Pairs of inputs with the same texts: one, and a later one that repeats it."""
+    first: dict[tuple[int, int], str] = {}
+    pairs = []
+    counts = zip(*(state[split]["sources"] for split in SPLITS), strict=True)
+    for name, count, digest in zip(names, map(sum, counts), state.get("digests", ()), strict=False):
+        if count and first.setdefault((count, digest), name) != name:
+            pairs.append([first[count, digest], name])
+    return pairs
 
 
 def refuse_empty(name: str, state: dict[str, Any], more_text: str | None) -> None:

@@ -1,5 +1,6 @@
 """The text of a row, or what is wrong with it, where, and what can be done."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,12 +9,15 @@ from data.encodings import MARKS, not_text
 
 BOM = b"\xef\xbb\xbf"
 BLANK, EMPTY, REPLACED, NULS = "blank line", "empty text", "invalid UTF-8 replaced", "NUL in text"
+UNSPLIT, OVERLAP = "file without the separator", "training document that validates too"
 """What is counted and is no fault."""
 DAMAGED, ENCODED, BINARY = "damaged file", "file of another kind", "control characters"
 OF_FILES = (DAMAGED, ENCODED)
 """Reasons that end the reading of a file."""
 TO_UTF8 = "convert the file, read U+FFFD for it by --encoding_errors replace"
 CONVERT = "convert it by iconv -f ITS_ENCODING -t UTF-8"
+# Not \\newpage and the like, which texts hold.
+ESCAPES = re.compile(r"\\[nrt](?![A-Za-z])")
 SHOWN = 80
 """Characters of a bad row that its error shows."""
 
@@ -33,6 +37,11 @@ class ReadOptions:
         for name in ("field", "split_documents"):
             if not getattr(self, name):
                 raise ValueError(f"--{name} is empty: leave it out or give it a value")
+        if ESCAPES.search(rule := self.split_documents):
+            raise ValueError(
+                f"--split_documents is {rule}, with backslashes and letters where line ends or "
+                f"tabs may be meant: give them to the shell as $'{rule}'"
+            )
 
 
 @dataclass(frozen=True)

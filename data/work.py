@@ -160,6 +160,8 @@ class Work:
         if self.state is None:
             counts = {"documents": 0, "tokens": 0, "eos": 0, "bytes": 0}
             self.state = {"job": self.job, "next": [0, 0], "left_out": {}, "lowest_share": 1.0}
+            # Of the texts of each input, in order.
+            self.state["digests"] = [0] * n_inputs
             self.state |= {split: {**counts, "sources": [0] * n_inputs} for split in SPLITS}
             self.commit()
         return self.state

@@ -10,6 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from conftest import Lightning
 from hypothesis import HealthCheck, given, settings, strategies
@@ -444,8 +446,8 @@ def refusal(lightning: Lightning, tmp_path, tok, monkeypatch):
         (
             "s08.foo",
             b"x",
-            "s08.foo is of no kind that is read, which are .jsonl, .json, .txt (each also with .gz, "
-            ".zst, .bz2 or .xz) and .parquet: rename it to what it holds, or name other files",
+            "s08.foo is of no kind that is read, which are .jsonl, .json, .txt (each also with "
+            ".gz, .zst, .bz2 or .xz) and .parquet: rename it to what it holds, or name other files",
         ),
     ],
 )
@@ -548,6 +550,43 @@ def test_summary_counts_documents_and_what_was_left_out(lightning, tmp_path, tok
         "or one trained by --vocab_size",
         "warning: 1 ids are <unk>, the unknown token",
     ]
+
+
+@pytest.mark.parametrize("batch", [1, 1 << 20])
+def test_text_of_training_that_validates_too_is_counted(make, tmp_path, monkeypatch, batch):
+    monkeypatch.setattr(encode, "BATCH_BYTES", batch)
+    meta = make({"a.jsonl": _rows("a", "z", "b", "z"), "b.txt": b"z"}, tokenizer="byte")
+    assert summary(meta, Path("o"))[-2:] == [
+        "warning: 3 training documents are in the validation files too: the validation loss is too "
+        "low; take them out of either",
+        f"warning: 1 inputs repeat the text of another, which counts double: {tmp_path}/val.jsonl "
+        f"that of {tmp_path}/b.txt; leave them out",
+    ]
+
+
+def test_inputs_with_the_same_text_are_counted(make, tmp_path):
+    rows = _rows("ab", "c")
+    files = {"a.jsonl": rows, "b.jsonl": _rows("c", "ab"), "c.jsonl.gz": gzip.compress(rows)}
+    meta = make(files | {"d.jsonl": b"\n", "e.jsonl": b"\n\n"} | {"f.jsonl": b"\n" + rows})
+    a, c, f = (str(tmp_path / name) for name in ("a.jsonl", "c.jsonl.gz", "f.jsonl"))
+    assert meta["repeated"] == [[a, c], [a, f]]
+    assert f"double: {c} that of {a} and 1 more; leave" in summary(meta, Path("o"))[-1]
+
+
+def test_rows_of_a_file_without_the_field_are_counted(make, tmp_path):
+    table = pyarrow.table({"body": ["a", "b", "c"]})
+    pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
+    files = {"a.jsonl": _rows("ab"), "p.parquet": (tmp_path / "p.parquet").read_bytes()}
+    assert make(files, on_bad_row="skip")["left_out"] == {"missing field": 3}
+
+
+def test_files_without_the_separator_are_counted(make):
+    read = ReadOptions(split_documents="--")
+    meta = make({"a.txt": b"a--b", "b.txt": b"ab", "c.txt": b"c", "d.txt": b"d--"}, read=read)
+    assert meta["train"]["documents"] == 5
+    assert summary(meta, Path("o"))[-1] == (
+        "warning: 2 text files do not hold the separator of --split_documents: each is one document"
+    )
 
 
 def test_summary_names_the_first_and_the_last_shard(make, tmp_path):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,7 +14,7 @@ import zstandard
 
 from data import chunks, readers
 from data.readers import HubDataset, InputFile, find_inputs, refuse_twins
-from data.texts import BLANK, EMPTY, REPLACED, Note, ReadOptions
+from data.texts import BLANK, EMPTY, REPLACED, UNSPLIT, Note, ReadOptions
 
 REMEDY = "mend it, or leave such rows out by --on_bad_row skip"
 RENAME = "name the field by --field NAME, or leave such rows out by --on_bad_row skip"
@@ -228,6 +229,13 @@ def test_long_document_says_so(tmp_path, monkeypatch):
         ("<|endoftext|>", b"a\n<|endoftext|>\nb<|endoftext|>", ["a", "b"]),
         ("--", b"a--b---c", ["a", "b", "-c"]),
         ("--", b"----a", [Note(EMPTY), Note(EMPTY), "a"]),
+        ("\n--\n", b"a\n--\nb\nc\n--\n", ["a", "b\nc"]),
+        ("\n--\n", b"a\r\n--\r\nb\r\nc\r\n--\n", ["a", "b\nc"]),
+        ("\r\n--\r\n", b"a\n--\nb\r\n--\r\nc\r", ["a", "b", "c\r"]),
+        ("\n\n", b"a\r\n\r\n\r\nb", ["a", "b"]),
+        ("\\newpage", b"a\\newpage b", ["a", " b"]),
+        ("--", b"a", ["a", Note(UNSPLIT)]),
+        ("--", b"--a", [Note(EMPTY), "a"]),
     ],
 )
 @pytest.mark.parametrize("chunk", [1, 4, 1 << 20])
@@ -323,10 +331,10 @@ def test_null_in_parquet_is_named_by_its_row(tmp_path):
     assert _read(path)[2] == Note(EMPTY)
 
 
-def test_column_that_parquet_lacks_is_named_once(tmp_path):
-    path = _parquet(tmp_path, {"body": ["a", "b"], "n": [1, 2]})
-    detail = f', byte 0: missing field "text", keys found: "body", "n"; {RENAME}'
-    assert _fault(path) == ("missing field", detail)
+def test_column_that_parquet_lacks_is_missing_from_each_row(tmp_path):
+    path = _parquet(tmp_path, {"body": ["a", "b", "c"], "n": [1, 2, 3]})
+    fault = f'{path}: missing field "text", keys found: "body", "n"; {RENAME}'
+    assert _read(path) == [Note("missing field", fault)] * 3
 
 
 def test_invalid_utf8_in_parquet_is_a_fault(tmp_path):
@@ -415,6 +423,22 @@ def test_empty_option_is_refused(field, rule, name):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         ReadOptions(field=field, split_documents=rule)
     assert str(caught.value) == f"--{name} is empty: leave it out or give it a value"
+
+
+@pytest.mark.parametrize("rule", [r"\n\n", r"\n---\n", r"\t", r"EOD\r\n"])
+def test_separator_of_backslashes_is_refused_by_a_way_out_that_works(rule):
+    with pytest.raises(ValueError, match="with backslashes") as caught:
+        ReadOptions(split_documents=rule)
+    assert str(caught.value) == (
+        f"--split_documents is {rule}, with backslashes and letters where line ends or tabs may be "
+        f"meant: give them to the shell as $'{rule}'"
+    )
+    word = str(caught.value).rpartition(" ")[2]
+    done = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True)
+    meant = done.stdout.decode()
+    assert ReadOptions(split_documents=meant).split_documents == rule.encode().decode(
+        "unicode_escape"
+    )
 
 
 @pytest.fixture
