@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import os
 import pickle
 import re
 import shutil
@@ -101,7 +102,13 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Path:
     """
     faults = []
     for _, path in checkpoints(folder):
-        fault = unusable(path)
+        try:
+            fault = unusable(path)
+        except FileNotFoundError:
+            if os.path.lexists(path):
+                raise
+            # A run that goes on has newer ones, and keeps this one no more.
+            return newest_whole(folder, say)
         if fault is None:
             for line in faults:
                 say(f"warning: passed over {line}")

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from conftest import Lightning, RunYaml
 
 from callbacks import drill, moments
-from callbacks.checkpoint_files import newest_whole
+from callbacks.checkpoint_files import checkpoints, newest_whole
 from callbacks.drill import Outcome, Start, compare, differences, other_split, plan_kills
 from callbacks.moments import MOMENTS, VARIABLE
 from lm.native import find_compiler
@@ -295,6 +296,40 @@ def test_verify_fails_on_a_damaged_file_and_says_why(
     assert code == 1
     assert out.startswith(f"{newest}: truncated or corrupt at 2000 bytes")
     assert err == "error: 1 of 2 checkpoints are damaged or unreadable\n"
+
+
+def test_verify_passes_over_files_that_the_run_removes_meanwhile(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lightning("fit", "--config", run_yaml())
+    newest, *older = [path for _, path in checkpoints(tmp_path / "run")]
+    testzip = zipfile.ZipFile.testzip
+
+    def and_retention_at_work(archive: zipfile.ZipFile) -> str | None:
+        for path in older:
+            path.unlink(missing_ok=True)
+        return testzip(archive)
+
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", and_retention_at_work)
+    code, out, err = lightning("verify", "--ckpt_path", tmp_path / "run")
+    assert (code, out, err) == (0, f"{newest}: whole\n", "")
+
+
+def test_newest_checkpoint_is_looked_for_again_where_the_run_replaced_it_meanwhile(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lightning("fit", "--config", run_yaml({"checkpoint.keep_last": 1}))
+    [(_, path)] = checkpoints(tmp_path / "run")
+    older = path.rename(path.with_name("step-00000005.ckpt"))
+    is_dir = Path.is_dir
+
+    def and_the_next_save(place: Path) -> bool:
+        if place == older and older.exists():
+            older.rename(path)
+        return is_dir(place)
+
+    monkeypatch.setattr(Path, "is_dir", and_the_next_save)
+    assert newest_whole(tmp_path / "run", print) == path
 
 
 def test_verify_of_nothing_is_refused(lightning: Lightning, tmp_path: Path):
