@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from callbacks.checkpoint_files import FOLDER, checkpoints, damage, file_name
 from callbacks.checkpoint_io import AtomicCheckpointIO
-from callbacks.checkpoint_state import random_states, restore_random_states
+from callbacks.checkpoint_state import plain, random_states, restore_random_states
 from callbacks.metrics_csv import resume_logs, save_logs
 from callbacks.moments import reach
 from callbacks.resume import forget_best, recount, refuse_other_run
@@ -263,6 +263,9 @@ class AtomicCheckpoint(Checkpoint):
         checkpoint["random_states"] = states
         checkpoint["contract"] = contract(trainer)
         checkpoint["validation_due"] = self._validating
+        # All that other callbacks and plug-ins store is there by now.
+        for key, value in checkpoint.items():
+            checkpoint[key] = plain(value, key)
 
     # Resuming
 
@@ -296,6 +299,9 @@ class AtomicCheckpoint(Checkpoint):
             self.best = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A state that cannot be saved is refused now, not after the steps up to the first save.
+        for callback in cast(Any, trainer).callbacks:
+            plain(callback.state_dict(), f"callbacks.{callback.state_key}")
         # Only here is it certain that the run goes on: a start that is refused changes no file.
         self._put_in_order(trainer)
         # After all set-up, which draws random numbers of its own.

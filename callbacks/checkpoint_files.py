@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from callbacks.checkpoint_state import original
 from callbacks.moments import reach, watched
 from callbacks.trainer import announce
 from data.atomic import make_folder, replaced
@@ -215,7 +216,7 @@ def _load(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(content, dict) or "state_dict" not in content:
         raise ValueError(f"{path} is not a checkpoint: it has no state_dict; give one made by fit")
-    return content
+    return original(content)
 
 
 def tensor_bytes(value: Any) -> int:

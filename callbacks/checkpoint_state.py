@@ -1,11 +1,124 @@
-"""Checkpoint contents: copies that a thread can write, and random states."""
+"""Checkpoint contents: plain values, copies that a thread can write, and random states."""
 
+import copy
+import datetime
+import io
 import random
-from typing import Any, cast
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+
+# Types that torch.load reads by itself.
+PLAIN = (type(None), bool, int, float, str, bytes)
+LIBRARIES = ("numpy", "pathlib", "pathlib._local", "collections", "builtins", "datetime")
+# Key of a dict that stands for a value of another type.
+TYPE = "relight:type"
+
+
+class Stored(NamedTuple):
+    """How values of a type are stored as plain ones, and made again."""
+
+    type: type
+    to_plain: Callable[[Any], Any]
+    from_plain: Callable[[Any], Any]
+
+
+def _array_to_plain(array: Any) -> list[Any]:
+    array = np.asarray(array)
+    return [array.dtype.str, list(array.shape), array.tobytes()]
+
+
+def _array_from_plain(parts: list[Any]) -> np.ndarray:
+    dtype, shape, content = parts
+    return np.frombuffer(content, dtype).reshape(shape).copy()
+
+
+STORED = {
+    "numpy.ndarray": Stored(np.ndarray, _array_to_plain, _array_from_plain),
+    "numpy.generic": Stored(
+        np.generic, _array_to_plain, lambda parts: _array_from_plain(parts)[()]
+    ),
+    "pathlib.Path": Stored(PurePath, str, Path),
+    "deque": Stored(deque, lambda value: [list(value), value.maxlen], lambda parts: deque(*parts)),
+    "frozenset": Stored(frozenset, list, frozenset),
+    "datetime": Stored(
+        datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat
+    ),
+    "timedelta": Stored(
+        datetime.timedelta,
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda parts: datetime.timedelta(*parts),
+    ),
+}
+
+
+def plain(value: Any, place: str) -> Any:
+    """A value as tensors and types that `torch.load(weights_only=True)` reads.
+
+    Args:
+        place: name of the value, for errors.
+
+    Raises:
+        ValueError: some part is of a type that only foreign code could make again.
+    """
+    if type(value) in PLAIN or isinstance(value, Tensor):
+        return value
+    if isinstance(value, dict):
+        return {
+            _plain_key(key, place): plain(item, f"{place}.{key}") for key, item in value.items()
+        }
+    if type(value) in (list, tuple):
+        return type(value)(plain(item, f"{place}.{i}") for i, item in enumerate(value))
+    for name, stored in STORED.items():
+        # An array of records or objects holds more than its bytes; a subclass more than its base.
+        whole = not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in "OV"
+        if isinstance(value, stored.type) and whole and type(value).__module__ in LIBRARIES:
+            return {TYPE: name, "value": plain(stored.to_plain(value), place)}
+    _require_readable(value, place)
+    return copy.deepcopy(value)
+
+
+def _plain_key(key: Any, place: str) -> Any:
+    if isinstance(key, np.generic):
+        return key.item()  # equal, and of equal hash
+    _require_readable(key, f"a key of {place}")
+    return key
+
+
+def _require_readable(value: Any, place: str) -> None:
+    if type(value) in PLAIN:
+        return
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        unread = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    except Exception as error:
+        unread = [str(error)]
+    if unread:
+        kind = type(value)
+        raise ValueError(
+            f"a checkpoint cannot hold {place}, which is of type {kind.__module__}."
+            f"{kind.__qualname__}: only tensors, numbers, text, lists, dicts, numpy arrays, paths, "
+            "deques and dates are read back without running code; return one of these from "
+            "state_dict() (for an enum its value)"
+        )
+
+
+def original(value: Any) -> Any:
+    """The value that `plain` was given, with its types."""
+    if isinstance(value, dict):
+        if TYPE in value:
+            return STORED[value[TYPE]].from_plain(original(value["value"]))
+        return {key: original(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(original, value))
+    return value
 
 
 class Copies:

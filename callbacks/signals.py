@@ -6,17 +6,32 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from callbacks.checkpoint import AtomicCheckpoint
 from callbacks.parent import explain
 from callbacks.stop import StopRequests, under_torchrun
+from callbacks.throughput import Throughput
 from callbacks.trainer import announce, at_step_edge, validation_follows
 from data.processes import STOP_SIGNALS
 
+BEGINNINGS = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start")
 # Stands for the end of `trainer.max_time` among the signals; nobody sends it.
 TIME_IS_UP = signal.SIGALRM
+
+
+def acts_in_validation(trainer: Trainer) -> str | None:
+    """Name of a callback that may hold other weights in place during a validation, or None.
+
+    Averages of weights do so. What is saved then would take them for the weights that are trained.
+    """
+    for callback in cast(Any, trainer).callbacks:
+        watches = isinstance(callback, Checkpoint | ProgressBar | Throughput)
+        if not watches and any(is_overridden(hook, callback, Callback) for hook in BEGINNINGS):
+            return type(callback).__name__
+    return None
 
 
 class StopSignals(Checkpoint):
@@ -42,6 +57,8 @@ class StopSignals(Checkpoint):
                     "warning: a SIGUSR1 of SLURM kills torchrun, and nothing is saved then; add "
                     "--signals-to-handle SIGTERM,SIGINT,SIGUSR1 to torchrun"
                 )
+        if (name := acts_in_validation(trainer)) is not None:
+            announce(f"a stop request waits for the end of a validation, because {name} acts in it")
         # From here on there is something to save; before, a signal leaves at once.
         self._stop.saves = True
 
@@ -92,7 +109,7 @@ class StopSignals(Checkpoint):
         self._release()
         # A validation may take longer than the grace before a SIGKILL. What is saved here says
         # that it is still due.
-        if trainer.state.fn == "fit":
+        if trainer.state.fn == "fit" and acts_in_validation(trainer) is None:
             self._leave_if_asked(trainer, by_the_clock=False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

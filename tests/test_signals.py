@@ -144,6 +144,7 @@ def stand_in(**changes: Any) -> Any:
         "local_rank": 0,
         "state": SimpleNamespace(fn="fit"),
         "checkpoint_callbacks": [Saver()],
+        "callbacks": [],
     }
     return SimpleNamespace(**values | changes)
 
