@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from data.atomic import naming
 from data.compression import compression_of, decompressor
 from data.texts import DAMAGED, Fault
 
@@ -61,10 +62,8 @@ class Chunks:
         return bytes(head[:HEAD_BYTES])
 
     def _read(self, file: IO[bytes], size: int) -> bytes:
-        try:
+        with naming(self.path):
             return file.read(size)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def _inflated(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
         engine = None
@@ -105,20 +104,27 @@ def cut(chunks: Iterable[bytes], separator: bytes, any_line_end: bool = False) -
     if any_line_end:
         pattern, longest = pattern.replace(b"\\\n", b"\r?\n"), longest + separator.count(b"\n")
     search = re.compile(pattern).search
-    rest, at, lost = bytearray(), 0, False
+    rest, at = bytearray(), 0
+    lost: int | None = None  # where a piece began that is too long to be held
     for chunk in chunks:
         begin, start = 0, max(0, len(rest) - longest + 1)
         rest += chunk
         while separator and (found := search(rest, start)):
-            yield at + begin, None if lost else rest[begin : found.start()]
+            if lost is None:
+                yield at + begin, rest[begin : found.start()]
+            else:
+                yield lost, None
             begin = start = found.end()
-            lost = False
+            lost = None
         if len(rest) - begin > MAX_PIECE:
-            begin, lost = max(begin, len(rest) - longest), True
+            lost = at + begin if lost is None else lost
+            begin = max(begin, len(rest) - longest)
         del rest[:begin]
         at += begin
-    if rest or lost:
-        yield at, None if lost else rest
+    if lost is not None:
+        yield lost, None
+    elif rest:
+        yield at, rest
 
 
 def paragraphs(lines: Iterable[Piece]) -> Iterator[Piece]:

@@ -4,13 +4,14 @@ import contextlib
 import hashlib
 import os
 import select
+import shutil
 import stat
 import sys
 import tempfile
 from pathlib import Path
 from typing import IO
 
-from data.atomic import make_folder
+from data.atomic import make_folder, naming
 
 STANDARD_INPUT = "/dev/stdin"
 SYSTEM = ("/dev/", "/proc/")
@@ -50,10 +51,16 @@ def copy(path: Path, folder: Path) -> tuple[IO[bytes], str]:
         while data := pipe.read(COPIED):
             digest.update(data)
             try:
-                file.write(data)
-                file.flush()
+                with naming(folder):
+                    file.write(data)
+                    file.flush()
             except OSError as error:
-                raise OSError(error.errno, error.strerror, str(folder)) from error
+                free = shutil.disk_usage(folder).free / 1e6
+                error.add_note(
+                    f"the copy of {path} had {file.tell() / 1e6:,.0f} MB and is gone, {free:,.0f} "
+                    "MB are free there; mend that, or name --output on another disk"
+                )
+                raise
         stack.pop_all()
     return file, digest.hexdigest()
 

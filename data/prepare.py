@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -229,11 +230,15 @@ def _locked(
         try:
             meta = work.meta or _prepare(job, work, progress)
         except ValueError:
-            if not work.has_parts:
+            if not work.kept:
                 work.remove()
             raise
         except OSError as error:
-            error.add_note(f"{work.folder} keeps what is done; mend that: the same call goes on")
+            free = shutil.disk_usage(output).free / 1e6
+            error.add_note(
+                f"{work.folder} keeps {work.kept:,} documents, {free:,.0f} MB are free there; mend "
+                "that, and the same call goes on"
+            )
             raise
         finally:
             work.close()

@@ -7,11 +7,11 @@ import shlex
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from data import pipes
+from data import chunks, pipes
 from data.chunks import CHUNK, Chunks, cut, paragraphs
 from data.compression import SUFFIXES, is_tar, refuse_name
 from data.encodings import other_encoding
@@ -142,8 +142,8 @@ class InputFile:
             yield fault.note(f"{self.name}, byte {self._chunks.given}")
 
     def _refuse_other_encoding(self) -> None:
-        chunks = Chunks(self.path)
-        head = chunks.head()
+        beginning = Chunks(self.path)
+        head = beginning.head()
         if is_tar(head):
             raise Fault(
                 ENCODED, "a tar archive", "unpack it, such as by tar -xf, and name what comes out"
@@ -151,7 +151,7 @@ class InputFile:
         if encoding := other_encoding(head):
             command = f"iconv -f {encoding} -t UTF-8"
             remedy = f"pipe its text through {command}"
-            if self.copy is None and chunks.kind is None:
+            if self.copy is None and beginning.kind is None:
                 new = self.path.with_name(f"utf8-{self.path.name}")
                 remedy = (
                     f"convert it by {command} {shlex.quote(self.name)} > {shlex.quote(str(new))}"
@@ -164,7 +164,17 @@ class InputFile:
                 yield Note(BLANK)
             else:
                 place = f"{self.name}, line {number}"
-                yield from emit(place, at, line, self._parse, self.options)
+                way_out = "divide it into several rows"
+                yield from self._emit(place, at, line, self._parse, way_out)
+
+    def _emit(
+        self, place: str, at: int, piece: bytearray | None, parse: Callable[[Any], Any], cure: str
+    ) -> Iterator[str | Note]:
+        if piece is not None:
+            yield from emit(place, at, piece, parse, self.options)
+        else:
+            detail = f"longer than a document may be, which is {chunks.MAX_PIECE:,} bytes"
+            yield Fault("too long", detail, cure).note(f"{place}, byte {at}")
 
     def _parse(self, line: str) -> str | bytes:
         try:
@@ -189,7 +199,8 @@ class InputFile:
         for number, (at, piece) in enumerate(pieces, 1):
             n_bytes = len(piece or b"")
             place = f"{self.name}, document {number}"
-            yield from emit(place, at, piece, self._unix, self.options)
+            way_out = "cut it up by --split_documents, such as blank_line"
+            yield from self._emit(place, at, piece, self._unix, way_out)
         if own and n_bytes and n_bytes == self._chunks.given:
             yield Note(UNSPLIT)
 

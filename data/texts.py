@@ -79,13 +79,11 @@ def emit(
     Args:
         place: where it stands, for the error.
         at: its byte offset in the file, if it has one.
-        data: what `parse` takes, or UTF-8 bytes of it; None for what is too long.
+        data: what `parse` takes, or UTF-8 bytes of it.
         parse: gives the text, as str or UTF-8 bytes.
     """
     replaced, value = False, data
     try:
-        if data is None:
-            raise Fault("too long", "longer than a document may be", "split it")
         if isinstance(data, bytearray):
             if data.startswith(BOM):
                 data, at = data[len(BOM) :], (at or 0) + len(BOM)

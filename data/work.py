@@ -144,10 +144,10 @@ class Work:
         return None if self.state is None else _load(self.folder / "meta.json")
 
     @property
-    def has_parts(self) -> bool:
-        """Whether another call could go on here, rather than begin."""
+    def kept(self) -> int:
+        """Documents behind which another call goes on."""
         known = _load(self.folder / "state.json")
-        return known is not None and any(known[split]["documents"] for split in SPLITS)
+        return 0 if known is None else sum(known[split]["documents"] for split in SPLITS)
 
     def open(self, dtype: str, shard_tokens: int | None, n_inputs: int) -> dict[str, Any]:
         """The state to go on from, with `writers` that stand there."""

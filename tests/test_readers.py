@@ -209,11 +209,36 @@ def test_line_without_an_end_is_a_fault_not_a_full_memory(tmp_path, monkeypatch,
     assert texts == (["a", "c"] if chunk == 5 else ["a", "b" * 30, "c"])
 
 
-def test_long_document_says_so(tmp_path, monkeypatch):
+def test_long_document_is_named_by_its_begin_with_the_limit_and_a_way_out(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "MAX_PIECE", 9)
-    path = _write(tmp_path, "a.txt", b"0123456789")
-    detail = ", document 1, byte 10: longer than a document may be; split it, or leave such rows"
-    assert _fault(path) == ("too long", f"{detail} out by --on_bad_row skip")
+    path = _write(tmp_path, "a.txt", b"0123\n\n456789")
+    detail = ", document 1, byte 0: longer than a document may be, which is 9 bytes; cut it up by "
+    remedy = "--split_documents, such as blank_line, or leave such rows out by --on_bad_row skip"
+    assert _fault(path) == ("too long", detail + remedy)
+    assert _read(path, split_documents="blank_line") == ["0123", "456789"]
+
+
+@pytest.mark.parametrize("chunk", [2, 5, 1 << 20])
+def test_long_row_is_named_by_its_line_and_byte(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(chunks, "MAX_PIECE", 20)
+    monkeypatch.setattr(chunks, "CHUNK", chunk)
+    rows = b'{"text":"a"}\n{"text":"' + b"b" * 70 + b'"}\n{"text":"c"}'
+    notes = [item for item in _read(_write(tmp_path, "a.jsonl", rows)) if isinstance(item, Note)]
+    assert [note.fault for note in notes] == [
+        f"{tmp_path / 'a.jsonl'}, line 2, byte 13: longer than a document may be, which is 20 "
+        "bytes; divide it into several rows, or leave such rows out by --on_bad_row skip"
+    ] * (chunk < 100)
+
+
+def test_read_error_of_parquet_is_no_damage(tmp_path, monkeypatch):
+    path = _parquet(tmp_path, {"text": ["ab"]})
+
+    def fail(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", fail)
+    with pytest.raises(OSError, match=rf"^\[Errno 5\] Input/output error: '{path}'$"):
+        _read(path)
 
 
 # Text files
