@@ -20,10 +20,11 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from callbacks.console import Console, Log, drop_unread, open_standard_streams
 from callbacks.launch import forget_launcher, read_launch
+from callbacks.options import LineParser, finite, integer, local_path, nonempty, utf8
 from callbacks.parent import die_with_parent, hand_over_id
 from callbacks.stop import StopRequests, die_of_interrupt
 
@@ -218,18 +219,20 @@ def input_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     kinds = ".jsonl, .json (an object a line), .txt, also .gz, .zst, .bz2 or .xz; .parquet"
     words = f"files, folders, globs, pipes or - ({kinds}), hf:NAME[:SPLIT]"
-    add("--input", required=True, nargs="+", metavar="FILE", help=words)
-    add("--output", required=True, metavar="DIR", help="folder to make, for data.path")
+    add("--input", required=True, nargs="+", type=local_path, metavar="FILE", help=words)
+    words = "folder to make, for data.path"
+    add("--output", required=True, type=local_path, metavar="DIR", help=words)
     words = "tokenizer.json, its folder, byte, or tiktoken:NAME; unset: one is trained"
-    add("--tokenizer", metavar="NAME", help=words)
-    add("--vocab_size", type=int, metavar="N", help="ids of the BPE to train, on up to 512 MB")
-    add("--field", default="text", help="key of the text in a row, dots lead into objects (text)")
+    add("--tokenizer", type=local_path, metavar="NAME", help=words)
+    add("--vocab_size", type=integer, metavar="N", help="ids of the BPE to train, on up to 512 MB")
+    words = "key of the text in a row, dots lead into objects (text)"
+    add("--field", default="text", type=nonempty, help=words)
     words = "documents of .txt: file (default), blank_line, or what stands between two of them"
     add("--split_documents", default="file", metavar="RULE", help=words)
     words = "share of documents to validate on, chosen by their text (0.01)"
-    add("--val_fraction", type=float, default=0.01, metavar="X", help=words)
+    add("--val_fraction", type=finite, default=0.01, metavar="X", help=words)
     words = "files to validate on instead"
-    add("--val_input", default=[], nargs="+", metavar="FILE", help=words)
+    add("--val_input", default=[], nargs="+", type=local_path, metavar="FILE", help=words)
     words = "at a row that is no text: stop (default), or skip and count"
     add("--on_bad_row", default="stop", choices=("stop", "skip"), help=words)
     words = "what is not UTF-8: strict, a bad row (default), or replace by U+FFFD"
@@ -237,12 +240,13 @@ def input_parser() -> argparse.ArgumentParser:
     words = "of the token files (auto: the narrowest that fits)"
     add("--dtype", default="auto", choices=("auto", "uint16", "uint32"), help=words)
     add("--bos", action="store_true", help="store a bos before each document, not only its eos")
-    add("--eos", metavar="TOKEN", help="name of the token that ends a document")
-    add("--pad", metavar="TOKEN", help="name of the token that pads rows")
-    add("--shard_tokens", type=int, metavar="N", help="tokens of a file; unset: one file a split")
+    add("--eos", type=nonempty, metavar="TOKEN", help="name of the token that ends a document")
+    add("--pad", type=nonempty, metavar="TOKEN", help="name of the token that pads rows")
+    words = "tokens of a file; unset: one file a split"
+    add("--shard_tokens", type=integer, metavar="N", help=words)
     words = "replace files in the output folder that were not made from the same inputs"
     add(OVERWRITE, action="store_true", help=words)
-    add("--workers", type=int, metavar="N", help="threads that encode (all cores)")
+    add("--workers", type=integer, metavar="N", help="threads that encode (all cores)")
     return parser
 
 
@@ -272,7 +276,7 @@ def plan(argv: list[str]) -> None:
     parser = LineParser(plan, epilog=OTHERS)
     add = parser.add_argument
     add("--json", action="store_true", help="print all figures as JSON, for scripts")
-    add("--hours", type=float, nargs="+", help="durations to look at; unset: 8 to 67 hours")
+    add("--hours", type=finite, nargs="+", help="durations to look at; unset: 8 to 67 hours")
     options, run = parser.parse_known_args(argv)
     for hours in options.hours or ():
         if not 0 < hours < float("inf"):
@@ -338,8 +342,8 @@ def peek(argv: list[str]) -> None:
     """Show samples as the model gets them: text, targets, padding, and where they come from."""
     parser = LineParser(peek, epilog=OTHERS)
     add = parser.add_argument
-    add("--count", type=int, default=3, help="how many samples (3)")
-    add("--step", type=int, default=1, help="optimizer step whose first samples are shown (1)")
+    add("--count", type=integer, default=3, help="how many samples (3)")
+    add("--step", type=integer, default=1, help="optimizer step whose first samples are shown (1)")
     options, run = parser.parse_known_args(argv)
     if options.count < 1:
         raise ValueError(f"--count is {options.count}: must be at least 1")
@@ -380,9 +384,9 @@ def drill(argv: list[str]) -> None:
     """Prove on this machine that a run killed at the worst moments ends with the same bits."""
     parser = LineParser(drill, epilog=OTHERS)
     add = parser.add_argument
-    add("--kills", type=int, default=5, help="how often the run is killed")
-    add("--steps", type=int, help="shorten the run to so many optimizer steps")
-    add("--seed", type=int, default=0, help="of the moments and times")
+    add("--kills", type=integer, default=5, help="how often the run is killed")
+    add("--steps", type=integer, help="shorten the run to so many optimizer steps")
+    add("--seed", type=integer, default=0, help="of the moments and times")
     add("--elastic", action="store_true", help="also go on under another split of the batch")
     options, run = parser.parse_known_args(argv)
     if options.kills < 1:
@@ -391,16 +395,17 @@ def drill(argv: list[str]) -> None:
         raise ValueError(f"--steps is {options.steps}: must be at least 6, to save and validate")
 
     from callbacks import drill as fire_drill
+    from callbacks.config_files import read_pipes
     from callbacks.trainer import device_type
     from lm.flops import flops_per_token
     from lm.module import why_not_compiled
 
+    run = read_pipes(run)
     config = run_cli("prepare", [*run, *shortened(options.steps)]).config
     trainer, micro_batch_size = config.trainer, config.data.micro_batch_size
     split = (micro_batch_size, trainer.accumulate_grad_batches, count_devices(trainer))
     other = fire_drill.other_split(*split) if options.elastic else ()
     root = Path(trainer.default_root_dir + "-drill")
-    shutil.rmtree(root, ignore_errors=True)
     draw = random.Random(options.seed)
     plan = fire_drill.plan_kills(
         options.kills,
@@ -409,7 +414,6 @@ def drill(argv: list[str]) -> None:
         validates=trainer.limit_val_batches != 0,
     )
     say = print_in_place if sys.stderr.isatty() else lambda line: None
-    print(f"drill: {options.kills} kills, seed {options.seed}, in {root}", flush=True)
     arguments = [*run, *shortened(options.steps), "--trainer.log_every_n_steps=1"]
     arguments += ["--tracker.name=null", "--ckpt_path=last"]
     if options.steps and config.model.compile == "auto":
@@ -419,7 +423,12 @@ def drill(argv: list[str]) -> None:
         run_flops = per_token * whole.tokens_per_step * (whole.steps or 0)
         compiled = why_not_compiled("auto", device_type(trainer.accelerator), run_flops) is None
         arguments.append(f"--model.compile={str(compiled).lower()}")
-    outcome = fire_drill.drill(arguments, root, plan, draw, say)
+    changed, loss, elastic = 0, 0.0, None
+    with fire_drill.claim(root):
+        print(f"drill: {options.kills} kills, seed {options.seed}, in {root}", flush=True)
+        outcome = fire_drill.drill(arguments, root, plan, draw, say)
+        if other and not outcome.found:
+            elastic = fire_drill.elastic(arguments, root, other, say)
     print(f"\n{'start':>5}  {'resumed from':<14}{'killed':<36}{'last step seen':>14}")
     for number, start in enumerate(outcome.starts, 1):
         moment, *when = start.moment.split(":")
@@ -428,9 +437,8 @@ def drill(argv: list[str]) -> None:
         print(f"{number:>5}  {start.resumed_from:<14}{killed:<36}{start.last_step:>14}")
     for where, bits in outcome.found[:5]:
         print(f"differs: {where}: {bits} bits")
-    changed, loss = 0, 0.0
-    if other and not outcome.found:
-        step, steps, changed, loss = fire_drill.elastic(arguments, root, other, say)
+    if elastic is not None:
+        step, steps, changed, loss = elastic
         print(
             f"elastic: {' × '.join(map(str, split))} until step {step}, then "
             f"{' × '.join(map(str, other))} (micro-batch × accumulate × devices): the same samples "
@@ -473,7 +481,9 @@ def run_cli(command: str, argv: list[str]) -> Any:
     import jsonargparse
     import yaml
 
-    from callbacks.config import RunParser, check_config, config_files, load_yaml
+    from callbacks.config import RunParser
+    from callbacks.config_files import read_pipes
+    from callbacks.config_values import load_yaml
     from callbacks.ddp import RestartInvariantDDP
     from callbacks.moments import VARIABLE, Moments
     from callbacks.progress import Progress
@@ -483,8 +493,9 @@ def run_cli(command: str, argv: list[str]) -> Any:
     from data.datamodule import LMDataModule
     from lm.module import LMModule
 
-    for file in config_files(argv):
-        check_config(file, LINKS)
+    if (whole := read_pipes(argv)) != argv:
+        argv = whole
+        sys.argv[1:] = [command, *argv]  # what Lightning starts the other processes with
     quiet_libraries()
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     jsonargparse.set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
@@ -514,7 +525,8 @@ def cli_class(command: str, runs: bool) -> type:
 
     from callbacks.checkpoint import AtomicCheckpoint
     from callbacks.checkpoint_files import resolve
-    from callbacks.config import RunParser
+    from callbacks.config import RunParser, keys_of
+    from callbacks.config_files import read_arguments
     from callbacks.ddp import check_port
     from callbacks.grad_norm import GradNorm
     from callbacks.health import Health
@@ -545,7 +557,10 @@ def cli_class(command: str, runs: bool) -> type:
             return {command: loaders | {"weights_only", "verbose"}}
 
         def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-            seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**32)])
+            seed = restricted_number_type(
+                *("Seed", int, [(">=", 0), ("<", 2**32)]),
+                docstring="a whole number (int) from 0 to 4294967295",
+            )
             words = "Of initial weights, data order and dropout."
             parser.add_argument("--seed_everything", type=seed, default=1337, help=words)
 
@@ -562,8 +577,12 @@ def cli_class(command: str, runs: bool) -> type:
                 # As a plain int: a checkpoint holds the seed, and no type of a library.
                 parser.link_arguments(source, target, compute_fn=int)
             if not runs:
-                parser.add_argument("--ckpt_path", help="Of a run; nothing to this command.")
-            RunParser.keys = [action.dest for action in parser._actions]
+                words = "Of a run; nothing to this command."
+                parser.add_argument("--ckpt_path", type=str | None, help=words)
+
+        def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+            RunParser.keys = keys_of(self._parser(command if runs else None))
+            super().parse_arguments(parser, read_arguments(args, RunParser.keys, LINKS))
 
         def _parse_ckpt_path(self) -> None:
             """Not Lightning's: that lets a file's settings override the command line's."""
@@ -678,26 +697,12 @@ def quiet_libraries() -> None:
 # Commands over a checkpoint
 
 
-class LineParser(argparse.ArgumentParser):
-    """Parser of the options that are a command's own."""
-
-    def __init__(self, command: Callable[[list[str]], None], **settings: Any) -> None:
-        settings = {"description": command.__doc__} | settings
-        super().__init__(prog=f"lightning {command.__name__}", allow_abbrev=False, **settings)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise `ValueError` instead of printing the usage."""
-        unknown = message.partition("unrecognized arguments: --")[2]
-        keys = [action.dest for action in self._actions]
-        near = difflib.get_close_matches(unknown.split("=")[0].split(" ")[0], keys, 1)
-        hint = f"; did you mean --{near[0]}?" if near else f"; {self.prog} --help shows all options"
-        raise ValueError(message + hint)
-
-
 def verify(argv: list[str]) -> None:
     """Say of each checkpoint of a run whether it is whole."""
     parser = LineParser(verify)
-    parser.add_argument("--ckpt_path", required=True, help="run folder or checkpoint file")
+    parser.add_argument(
+        "--ckpt_path", required=True, type=local_path, help="run folder or checkpoint file"
+    )
     place = Path(parser.parse_args(argv).ckpt_path)
 
     from callbacks.checkpoint_files import checkpoints, unusable
@@ -727,12 +732,12 @@ def export(argv: list[str]) -> None:
     """Write a trained model as a Hugging Face folder, compared with it before it is there."""
     parser = LineParser(export)
     add = parser.add_argument
-    add("--ckpt_path", required=True, help=TRAINED)
-    add("--output", required=True, metavar="DIR", help="folder to make")
+    add("--ckpt_path", required=True, type=local_path, help=TRAINED)
+    add("--output", required=True, type=local_path, metavar="DIR", help="folder to make")
     add("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="of the weights (fp32)")
-    add("--tokenizer", help="tokenizer.json; unset: the one in the run folder")
+    add("--tokenizer", type=local_path, help="tokenizer.json; unset: the one in the run folder")
     add("--overwrite", action="store_true", help="replace an export that is there")
-    add("--shard_gb", type=float, default=5.0, metavar="X", help="largest file of weights (5)")
+    add("--shard_gb", type=finite, default=5.0, metavar="X", help="largest file of weights (5)")
     options = parser.parse_args(argv)
     if not options.shard_gb > 0:
         raise ValueError(f"--shard_gb is {options.shard_gb}: must be above 0")
@@ -759,15 +764,22 @@ def evaluate(argv: list[str]) -> None:
     """Measure a trained model: bits per byte of texts, or tasks of lm-eval."""
     parser = LineParser(evaluate)
     add = parser.add_argument
-    add("--ckpt_path", required=True, help=TRAINED)
-    add("--text", nargs="+", default=[], metavar="FILE", help="UTF-8 files to foretell")
+    add("--ckpt_path", required=True, type=local_path, help=TRAINED)
+    add(
+        "--text",
+        nargs="+",
+        default=[],
+        type=local_path,
+        metavar="FILE",
+        help="UTF-8 files to foretell",
+    )
     words = "ids by which the window moves on; unset: half of the context"
-    add("--stride", type=int, metavar="N", help=words)
-    add("--tasks", metavar="A,B", help="tasks of lm-eval, a package to install")
-    add("--include_path", metavar="DIR", help="folder of tasks of your own")
-    add("--limit", type=int, metavar="N", help="only so many examples of a task")
+    add("--stride", type=integer, metavar="N", help=words)
+    add("--tasks", type=nonempty, metavar="A,B", help="tasks of lm-eval, a package to install")
+    add("--include_path", type=local_path, metavar="DIR", help="folder of tasks of your own")
+    add("--limit", type=integer, metavar="N", help="only so many examples of a task")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="where to run")
-    add("--tokenizer", help="tokenizer.json; unset: the one beside the model")
+    add("--tokenizer", type=local_path, help="tokenizer.json; unset: the one beside the model")
     options = parser.parse_args(argv)
     if not options.text and not options.tasks:
         raise ValueError("there is nothing to evaluate on: give --text FILES or --tasks NAMES")
@@ -844,15 +856,25 @@ def sample(argv: list[str]) -> None:
     """Write text with a trained model."""
     parser = LineParser(sample)
     add = parser.add_argument
-    add("--ckpt_path", required=True, help=TRAINED)
-    add("--prompt", action="append", help="text to go on from, repeatable; else stdin is read")
-    add("--max_new_tokens", type=int, default=200, help="at most so many tokens after each prompt")
-    add("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
-    add("--top_k", type=int, help="draw from the k likeliest tokens only")
-    add("--top_p", type=float, help="draw from the fewest tokens whose mass reaches p")
-    add("--seed", type=int, default=1337, help="of the draws")
+    add("--ckpt_path", required=True, type=local_path, help=TRAINED)
+    add(
+        "--prompt",
+        action="append",
+        type=utf8,
+        help="text to go on from, repeatable; else stdin is read",
+    )
+    add(
+        "--max_new_tokens",
+        type=integer,
+        default=200,
+        help="at most so many tokens after each prompt",
+    )
+    add("--temperature", type=finite, default=0.8, help="0 always takes the likeliest token")
+    add("--top_k", type=integer, help="draw from the k likeliest tokens only")
+    add("--top_p", type=finite, help="draw from the fewest tokens whose mass reaches p")
+    add("--seed", type=integer, default=1337, help="of the draws")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="where to run")
-    add("--tokenizer", help="tokenizer.json; unset: the one in the run folder")
+    add("--tokenizer", type=local_path, help="tokenizer.json; unset: the one in the run folder")
     options = parser.parse_args(argv)
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed is {options.seed}: must be 0 or more and below 2^63")
@@ -896,8 +918,11 @@ def piped_prompt() -> str:
     if sys.stdin.isatty():
         raise ValueError("there is no prompt; give --prompt TEXT or pipe text in")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-    return sys.stdin.read()
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the piped prompt is not UTF-8 ({error}); convert it first") from None
 
 
 def load_trained(

@@ -1,167 +1,142 @@
-"""A run's configuration as people write it: YAML, command line, and what is said of mistakes."""
+"""The parser of a run's configuration, and what is said of mistakes."""
 
 import difflib
 import re
-import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any, ClassVar, NoReturn
 
-import yaml
-from jsonargparse._loaders_dumpers import get_yaml_default_loader, yaml_load
 from lightning.pytorch.cli import LightningArgumentParser
 
-SECTIONS = (
-    *("model", "data", "trainer"),
-    *("checkpoint", "throughput", "grad_norm", "health", "samples", "weights", "tracker"),
-)
+from callbacks.config_values import Keys
+from callbacks.options import whole_number
+
+# Keys by the names that other trainers have for them.
+ALIASES = {
+    "ckpt_path": "resume resume_from resume_from_checkpoint init_from checkpoint_path load",
+    "seed_everything": "seed random_seed manual_seed",
+    "trainer.default_root_dir": "output_dir out_dir save_dir run_dir log_dir root_dir output",
+    "trainer.max_steps": "max_iters max_iter iters steps num_steps num_train_steps train_steps "
+    "max_train_steps total_steps num_iterations train_iters",
+    "trainer.accumulate_grad_batches": "gradient_accumulation_steps grad_accum_steps accumulate "
+    "accumulation_steps grad_accumulation_steps gradient_accumulation grad_acc_steps",
+    "trainer.gradient_clip_val": "max_grad_norm grad_clip clip_grad clip_grad_norm gradient_clip "
+    "gradient_clipping",
+    "trainer.val_check_interval": "eval_interval eval_every eval_steps val_interval val_every "
+    "eval_freq",
+    "trainer.limit_val_batches": "eval_iters eval_batches val_batches eval_max_batches",
+    "trainer.log_every_n_steps": "log_interval logging_steps log_every log_freq log_steps",
+    "trainer.precision": "mixed_precision fp16 bf16 amp torch_dtype",
+    "trainer.devices": "gpus n_gpus num_gpus nproc_per_node",
+    "trainer.num_nodes": "nodes nnodes n_nodes",
+    "trainer.accelerator": "device backend",
+    "trainer.max_time": "max_hours time_limit",
+    "model.compile": "torch_compile compile_model",
+    "model.from_weights": "pretrained pretrained_model model_name_or_path pretrain_path "
+    "load_weights",
+    "model.config.d_model": "n_embd hidden_size hidden_dim dim embed_dim model_dim width "
+    "embedding_size n_embed",
+    "model.config.n_layers": "n_layer num_layers num_hidden_layers layers depth num_blocks",
+    "model.config.n_heads": "n_head num_heads num_attention_heads heads n_query_heads",
+    "model.config.n_kv_heads": "n_kv_head num_key_value_heads num_kv_heads n_query_groups",
+    "model.config.head_dim": "head_size d_head",
+    "model.config.ffn_dim": "intermediate_size d_ff ffn_hidden_size hidden_ffn mlp_dim dim_ff",
+    "model.config.n_experts": "num_experts num_local_experts moe_num_experts",
+    "model.config.n_experts_per_token": "num_experts_per_tok experts_per_token moe_top_k",
+    "model.config.aux_loss_coef": "router_aux_loss_coef aux_loss_weight",
+    "model.config.tie_embeddings": "tie_word_embeddings tied_embeddings weight_tying",
+    "model.config.rope_theta": "rope_base rotary_base",
+    "model.config.norm_eps": "rms_norm_eps layer_norm_eps layer_norm_epsilon",
+    "model.config.init_std": "initializer_range init_method_std",
+    "model.config.activation_checkpointing": "gradient_checkpointing recompute",
+    "model.optim.lr": "learning_rate max_lr peak_lr base_lr",
+    "model.optim.min_lr_ratio": "min_lr min_learning_rate lr_min final_lr",
+    "model.optim.warmup": "warmup_steps warmup_iters warmup_ratio lr_warmup_steps num_warmup_steps",
+    "model.optim.betas": "beta1 beta2 adam_beta1 adam_beta2",
+    "model.optim.eps": "adam_eps adam_epsilon",
+    "model.optim.weight_decay": "wd decay",
+    "data.path": "data_dir data_path dataset dataset_dir train_data train_file dataset_path",
+    "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_file",
+    "data.seq_len": "block_size context_length ctx_len max_seq_len max_seq_length seq_length "
+    "sequence_length max_length max_position_embeddings n_ctx context_size context_len",
+    "data.micro_batch_size": "batch_size micro_batch train_batch_size device_batch_size mbs "
+    "per_device_train_batch_size per_device_batch_size global_batch_size batch bs",
+    "data.epochs": "num_epochs num_train_epochs n_epochs",
+    "data.total_tokens": "max_tokens train_tokens num_tokens tokens",
+    "data.num_workers": "workers dataloader_num_workers n_workers",
+    "checkpoint.every_n_steps": "save_steps save_interval save_every ckpt_interval save_freq "
+    "checkpoint_interval",
+    "checkpoint.keep_last": "save_total_limit keep_checkpoints max_checkpoints",
+    "tracker.project": "wandb_project project_name",
+    "tracker.run": "wandb_run_name run_name experiment_name exp_name wandb_run",
+    "tracker.name": "report_to logger_name wandb wandb_log",
+}
+MEANT = {alias: key for key, aliases in ALIASES.items() for alias in aliases.split()}
 
 
 class RunParser(LightningArgumentParser):
     """Parser whose errors are one line with the nearest key."""
 
-    keys: ClassVar[list[str]] = []
-    """Dotted keys of the command, for hints."""
+    keys: ClassVar[Keys] = {}
+    """Keys of the command with their type hints."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options.setdefault("allow_abbrev", False)
         super().__init__(*args, **options)
 
     def parse_args(self, args: list[str] | None = None, *rest: Any, **options: Any) -> Any:
-        """Parse, with 1e3 read as a whole number."""
-        given = sys.argv[1:] if args is None else args
-        return super().parse_args([whole_number(text) for text in given], *rest, **options)
+        """Parse; 1e3 is a whole number too where an argument of a class needs one."""
+        try:
+            return super().parse_args(args, *rest, **options)
+        except ValueError:
+            written_out = [
+                "=".join(map(whole_number, word.split("=", 1))) if "." in word else word
+                for word in args or ()
+            ]
+            if written_out == args:
+                raise
+            return super().parse_args(written_out, *rest, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise `ValueError` instead of printing the usage of every key."""
+        if getattr(self, "_inner_parser", False):  # of a class: the whole one has the last word
+            raise ValueError(message) from None
         raise ValueError(hinted(" ".join(message.split()), RunParser.keys)) from None
 
 
-class Loader(get_yaml_default_loader()):
-    """YAML as configurations are written: 3e-4 is a number, 1e3 a whole one, no key twice."""
-
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float | int:
-        """A float, or an int where the number is whole and written with an exponent."""
-        text = whole_number(self.construct_scalar(node))
-        return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        """A dict, unless a key is written twice."""
-        seen: dict[Any, str] = {}
-        for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag.endswith(":merge"):
-                continue  # the parent merges the one and refuses the other
-            key, value = self.construct_object(key_node), str(value_node.value)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"key {key!r} is written twice, with {seen[key]} and {value}",
-                    problem_mark=key_node.start_mark,
-                )
-            seen[key] = value
-        return super().construct_mapping(node, deep)
+def keys_of(parser: LightningArgumentParser) -> Keys:
+    """Return the keys that a parser takes; linked ones are not among them."""
+    hints = {
+        action.dest: getattr(action, "_typehint", None)
+        for action in parser._actions
+        if not action.dest.endswith("help")
+    }
+    return {
+        key: hint
+        for key, hint in hints.items()
+        if hint is not None or any(other.startswith(f"{key}.") for other in hints)
+    }
 
 
-Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_yaml_float)
-
-
-def load_yaml(text: str) -> Any:
-    """What a file or a value on the command line holds.
-
-    A section whose keys are all commented out is no section.
-
-    Raises:
-        yaml.YAMLError: with the line of the fault.
-    """
-    content = yaml.load(text, Loader=Loader)
-    if not isinstance(content, dict) or ":" not in text:
-        return yaml_load(text)
-    if isinstance(model := content.get("model"), dict):
-        content["model"] = {k: v for k, v in model.items() if v is not None}
-    return {k: v for k, v in content.items() if v is not None or k not in SECTIONS}
-
-
-def whole_number(text: str) -> str:
-    """Write 1e3 as 1000 and 1.5e9 in full, also behind --key=; anything else stays."""
-    match = re.fullmatch(r"(|--[\w.]+=)([-+]?\d+(?:\.\d+)?)[eE]\+?(\d{1,2})", text)
-    if match is None:
-        return text
-    number = float(f"{match[2]}e{match[3]}")
-    return f"{match[1]}{int(number)}" if number.is_integer() else text
-
-
-def config_files(argv: list[str]) -> Iterator[Path]:
-    """The files named by --config or -c.
-
-    Raises:
-        ValueError: no file is named after it.
-    """
-    for i, word in enumerate(argv):
-        name, equals, value = word.partition("=")
-        if name in ("--config", "-c"):
-            if not equals:
-                value = argv[i + 1] if i + 1 < len(argv) else ""
-            if not value:
-                raise ValueError(
-                    f"{name} names no file; give one, as in --config configs/tiny.yaml"
-                )
-            yield Path(value)
-
-
-def check_config(file: Path, links: Mapping[str, str]) -> None:
-    """Find what the parser would not say well: a missing file, broken YAML, a linked key.
-
-    Args:
-        links: Keys that always follow another one.
-
-    Raises:
-        ValueError: names the file and the way out.
-    """
-    if not file.is_file():
-        raise ValueError(f"--config {file} does not exist; the shipped ones are in configs/")
-    try:
-        content = load_yaml(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no keys; write one key: value a line, as in configs/")
-    for section in (*SECTIONS, "model.config", "model.optim"):
-        value = nested(content, section)
-        if not isinstance(value, dict | None):
-            raise ValueError(
-                f"{file}: {section} is {value}; it is a section: write its keys below it, two "
-                "spaces in, as in configs/"
-            )
-    for target, source in links.items():
-        value = nested(content, target)
-        if value is not None and value != nested(content, source):
-            raise ValueError(
-                f"{file}: {target} is {value}, but it always follows {source} "
-                f"({nested(content, source)}); give {source} alone"
-            )
-
-
-def nested(content: Any, key: str) -> Any:
-    """Value of a dotted key in nested mappings, or None."""
-    for part in key.split("."):
-        content = content.get(part) if isinstance(content, dict) else None
-    return content
-
-
-def hinted(message: str, keys: list[str]) -> str:
+def hinted(message: str, keys: Iterable[str]) -> str:
     """The parser's message in short, with the nearest key where one is unknown."""
-    union = re.search(r'key "([\w.]+)".*Subtypes: \[(.*?)\].*Given value: (.*)$', message)
+    message = message.removeprefix('Parser key "config": ')
+    union = re.search(
+        r'key "([\w.]+)".*Subtypes: \[(.*?)\] Errors: (.*) Given value type.*', message
+    )
     if union:
-        kinds = re.sub(r"<class '(\w+)'>|typing\.|NoneType", r"\1", union[2])
-        return f"{union[1]} is {union[3]}: it must be one of {kinds.strip(', ')}"
-    match = re.search(r"does not accept option '([\w.]+)'|[oO]ption '([\w.]+)' is not", message)
-    match = match or re.search(r"[uU]nrecognized arguments: --([\w.]+)", message)
+        return of_class(union[1], union[2], union[3], message.rpartition("Given value: ")[2])
+    match = re.search(r"does not accept option '([\w.-]+)'|[oO]ption '([\w.-]+)' is not", message)
+    match = match or re.search(r"[uU]nrecognized arguments: --([\w.-]+)", message)
     if match is None:
-        return message
+        return re.sub(r'^Parser key "([\w.]+)": ', r"\1: ", message)
     key = next(group for group in match.groups() if group)
     last = key.rsplit(".", 1)[-1]
+    keys = list(keys)
     ends = {known: known.rsplit(".", 1)[-1] for known in keys}
     if homes := [known for known, end in ends.items() if end == last]:
         return f"{key} is not a known key; {last} belongs at {' or '.join(homes)}"
+    if (meant := MEANT.get(last.replace("-", "_").lower())) in keys:
+        return f"{key} is not a known key; did you mean {meant}?"
     level = [known for known in keys if known.count(".") == key.count(".")]
     near = difflib.get_close_matches(key, level, 1, cutoff=0.7)
     for end in difflib.get_close_matches(last, ends.values(), 1) if not near else ():
@@ -175,3 +150,16 @@ def hinted(message: str, keys: list[str]) -> str:
         else f"the sections are {', '.join(sections)}"
     )
     return f"{key} is not a known key; {where}"
+
+
+def of_class(key: str, kinds: str, errors: str, value: str) -> str:
+    """Return what is wrong with a value that names a class and its arguments."""
+    part = re.search(r'Parser key "([\w.]+)": Expected an? (.*?)\. Got value: (.*?) - ', errors)
+    if part:
+        kind = re.sub(r"<class '(\w+)'>", r"\1", part[2])
+        quotes = "; write a text that looks like a number in quotes" if kind == "str" else ""
+        return f"{key}: {part[1]} is {part[3]}: it must be {kind}{quotes}"
+    if unknown := re.search(r"Option '([\w.]+)' is not accepted", errors):
+        return f"{key}: {unknown[1]} is not an argument of this class; --{key}.help CLASS shows all"
+    names = dict.fromkeys(re.findall(r"\.([A-Z]\w+)'?[>\],]", kinds + ","))
+    return f"{key} is {value}: it must be the class path of a {' or '.join(names)}"

@@ -21,7 +21,11 @@ import torch
 
 from callbacks.checkpoint_files import checkpoints, newest_whole, read_checkpoint
 from callbacks.moments import MOMENTS, VARIABLE
+from callbacks.run_folder import lock
 
+# Names in the folder of a drill: its runs, and what tells that the folder is a drill's.
+RUNS = ("whole", "killed", "elastic")
+MARK = ".drill"
 # Figures of a row that are times and sizes of a process, not of the run.
 OF_THE_PROCESS = ("throughput/", "time/", "memory/")
 Say = Callable[[str], None]
@@ -39,6 +43,32 @@ class Start:
     code: int
     resumed_from: str
     last_step: str
+
+
+@contextlib.contextmanager
+def claim(root: Path) -> Iterator[None]:
+    """Hold the folder of a drill, without the runs of an earlier drill; all else in it stays.
+
+    Raises:
+        ValueError: another drill is at work there, or no drill made the folder.
+    """
+    owned = not os.path.lexists(root) or (root / MARK).is_file()
+    # An interrupted call leaves nothing but the files of its lock.
+    if not owned and not (
+        root.is_dir() and all(path.name.startswith(".lock") for path in root.iterdir())
+    ):
+        raise ValueError(
+            f"{root} is there already, and no drill made it; move it away, or give another "
+            "trainer.default_root_dir"
+        )
+    with lock(root):
+        (root / MARK).write_text("The next drill removes the runs beside this file.\n", "utf-8")
+        for run in (root / name for name in RUNS):
+            if run.is_symlink():
+                run.unlink()
+            elif run.exists():
+                shutil.rmtree(run)
+        yield
 
 
 def rows(run: Path) -> list[dict[str, str]]:
@@ -170,7 +200,7 @@ def drill(
 
     Args:
         arguments: Of `lightning fit`, without the run folder.
-        root: Folder for the runs; what an earlier drill left there is removed by the caller.
+        root: Folder for the runs, taken by `claim`.
         plan: From `plan_kills`.
         draw: Source of the random times.
         say: Told of the progress, in one line.

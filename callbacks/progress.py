@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from callbacks.console import Console
 from callbacks.metrics_csv import MetricsCSV, resume_logs
 from callbacks.run_folder import contract
-from callbacks.trainer import at_step_edge, is_logged, line_enders
+from callbacks.trainer import at_step_edge, is_dry_run, is_logged, line_enders
 
 NOT_VALIDATED = (
     "no sample of the validation has a target, so there is no validation loss; raise "
@@ -133,7 +133,8 @@ class Progress(Callback):
         self._trains = True
         resume_logs(trainer)
         if trainer.global_step == 0:
-            self._say(trainer, f"starting at step 0 in {trainer.default_root_dir}")
+            place = "" if is_dry_run(trainer) else f" in {trainer.default_root_dir}"
+            self._say(trainer, f"starting at step 0{place}")
             for logger in trainer.loggers:
                 logger.log_hyperparams(contract(trainer))
 
@@ -182,7 +183,9 @@ class Progress(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step, last = trainer.global_step, trainer.max_steps
-        if self._trains and step == last:
+        if self._trains and is_dry_run(trainer):
+            self._say(trainer, f"done: {step} steps of a dry run, which leaves nothing behind")
+        elif self._trains and step == last:
             self._say(trainer, f"done: {step} steps in {trainer.default_root_dir}")
         elif self._trains:
             self._say(trainer, f"stopped at step {step} of {last}; the same command goes on")

@@ -11,6 +11,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Timer
@@ -267,7 +268,12 @@ class Trainer(LightningTrainer):
         torch.set_float32_matmul_precision("highest")
         # A start's own budget; Lightning's would count the time of all starts together and stop
         # inside an accumulation window.
-        self.max_seconds = Timer(cast(Any, max_time)).time_remaining()
+        try:
+            self.max_seconds = Timer(cast(Any, max_time)).time_remaining()
+        except (MisconfigurationException, TypeError, OverflowError) as error:
+            raise ValueError(
+                f"trainer.max_time is {max_time}: it must be DD:HH:MM:SS, as in 00:12:00:00"
+            ) from error
         if self.max_seconds is not None and self.max_seconds <= 0:
             raise ValueError(f"trainer.max_time is {max_time}: it must be above 0")
         if fast_dev_run:

@@ -246,7 +246,8 @@ def test_run_killed_at_every_moment_ends_with_the_same_bits(
     code, out, err = lightning("drill", "--config", run_yaml(overrides), "--kills", 8)
     assert code == 0, err
     assert out.splitlines()[-1] == "drill: 8 kills, 0 differing bits"
-    assert sorted(path.name for path in (tmp_path / "run-drill").iterdir()) == ["killed", "whole"]
+    names = {path.name for path in (tmp_path / "run-drill").iterdir()}
+    assert names >= {".drill", "killed", "whole"}
 
 
 def test_number_of_kills_must_be_one(lightning: Lightning, run_yaml: RunYaml):
@@ -338,3 +339,59 @@ def test_verify_of_nothing_is_refused(lightning: Lightning, tmp_path: Path):
         2,
         f"error: {tmp_path} holds no checkpoint; give a run folder or a file\n",
     )
+
+
+# The folder of a drill
+
+
+@pytest.fixture
+def drilled(tmp_path: Path) -> Path:
+    """The folder of an earlier drill, with a file that someone put beside its runs."""
+    root = tmp_path / "run-drill"
+    with drill.claim(root):
+        pass
+    (root / "whole").mkdir()
+    (root / "whole" / "metrics.csv").touch()
+    (root / "killed").symlink_to(tmp_path, target_is_directory=True)
+    (root / "notes.txt").touch()
+    return root
+
+
+def test_drill_removes_the_runs_of_an_earlier_one_alone(drilled: Path, tmp_path: Path):
+    with drill.claim(drilled):
+        names = {path.name for path in drilled.iterdir() if not path.name.startswith(".lock")}
+    assert names == {".drill", "notes.txt"}
+    assert tmp_path.is_dir()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "whole", "metrics.csv", ".hidden"])
+def test_drill_leaves_a_folder_that_is_not_its_own(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, name: str
+):
+    other = tmp_path / "run-drill" / name
+    other.parent.mkdir()
+    other.touch()
+    code, out, err = lightning("drill", "--config", run_yaml(), "--steps", 6)
+    assert (code, out) == (2, "")
+    assert err == (
+        f"error: {other.parent} is there already, and no drill made it; move it away, or give "
+        "another trainer.default_root_dir\n"
+    )
+    assert other.exists()
+
+
+def test_drill_takes_an_empty_folder_and_that_of_an_interrupted_call(tmp_path: Path):
+    with drill.claim(tmp_path):
+        (tmp_path / ".drill").unlink()
+    with drill.claim(tmp_path):
+        assert (tmp_path / ".drill").is_file()
+
+
+def test_two_drills_in_one_folder_are_refused(tmp_path: Path):
+    again = drill.claim(tmp_path)
+    with (
+        drill.claim(tmp_path),
+        pytest.raises(ValueError, match="is in use by another run"),
+        again,
+    ):
+        pass

@@ -61,6 +61,7 @@ def stand_in(**changes: Any) -> Any:
         "should_stop": False,
         "state": SimpleNamespace(fn="fit"),
         "default_root_dir": "runs/a",
+        "fast_dev_run": 0,
         "datamodule": SimpleNamespace(step_figures=lambda: {"data/rows_crc32": 77}),
     }
     return SimpleNamespace(**values | changes)

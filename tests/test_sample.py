@@ -120,7 +120,7 @@ def test_other_tokenizer_of_equal_size_is_refused(
         (["--top_k", "0"], "top_k is 0"),
         (["--top_p", "1.5"], "top_p is 1.5"),
         (["--max_new_tokens", "-3"], "max_new_tokens is -3"),
-        (["--temperature", "hot"], "invalid float value: 'hot'"),
+        (["--temperature", "hot"], "--temperature is hot: it must be a finite number"),
         (["--temprature", "1"], "--temprature 1; did you mean --temperature?"),
         (["--device", "foo"], "invalid choice: 'foo'"),
     ],
