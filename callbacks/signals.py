@@ -49,7 +49,8 @@ class StopSignals(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         budget = cast(Any, trainer).max_seconds
-        self._deadline = float("inf") if budget is None else self._now() + budget
+        # Of the whole start: who gives a time limit counts from its first moment too.
+        self._deadline = float("inf") if budget is None else self._stop.began + budget
         if under_torchrun() and "SLURM_JOB_ID" in os.environ:
             handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
             if "SIGUSR1" not in handled:

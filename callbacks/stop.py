@@ -74,9 +74,12 @@ class StopRequests:
         self._heard = threading.Event()
         self.received = 0
         self.saves = False
+        self.began = time.monotonic()
+        """When the program began."""
 
     def __enter__(self) -> "StopRequests":
         self.received, self.saves, self._codes = 0, False, exit_codes()
+        self.began = time.monotonic()
         self._heard = threading.Event()
         self._before = {number: signal.signal(number, self._handle) for number in self._codes}
         read, self._write = os.pipe()

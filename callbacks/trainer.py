@@ -238,7 +238,8 @@ class Trainer(LightningTrainer):
             strategy: auto, or ddp for several devices.
             max_steps: Length of the run in optimizer steps; else data.total_tokens or data.epochs.
             max_epochs: Not used: data.epochs is.
-            max_time: Budget of one start, as DD:HH:MM:SS; the run stops between two steps.
+            max_time: Budget of one start, as DD:HH:MM:SS, from its first moment: preparing, loading
+                and compiling count. The run stops at the first step edge after it.
             accumulate_grad_batches: Micro-batches of a device in an optimizer step.
             gradient_clip_val: Largest total L2 norm of the gradient; unset: no clipping.
             gradient_clip_algorithm: Only norm.

@@ -315,8 +315,9 @@ def budgeted():
     """Stop signals of a training with 10 s, of which so many are over at the next step edge."""
 
     def after(seconds: float) -> Any:
-        clock = iter([0.0, seconds])
-        callback = StopSignals(StopRequests(), lambda: next(clock))
+        requests = StopRequests()
+        requests.began = 0.0  # training starts later
+        callback = StopSignals(requests, lambda: seconds)
         callback.on_train_start(stand_in(max_seconds=10.0), NO_MODULE)
         return callback
 
