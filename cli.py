@@ -19,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -807,6 +808,7 @@ def evaluate(argv: list[str]) -> None:
 def evaluate_texts(options: Any) -> None:
     """Print the bits per byte of each text, and of all together."""
     from data.text_loss import TextLoss
+    from data.threads import in_thread
     from lm.evaluate import bits_per_byte, loss_of_text
 
     model, tokenizer, start = load_trained(options.ckpt_path, options.device, options.tokenizer)
@@ -820,7 +822,7 @@ def evaluate_texts(options: Any) -> None:
             raise ValueError(f"--text {file} is not UTF-8 ({error}): convert it first") from error
         if not text:
             raise ValueError(f"--text {file} is empty: there is nothing to foretell")
-        row = tokenizer.encode_batch([text])[0]
+        (row,) = in_thread(partial(tokenizer.encode_batch, [text]))
         loss = TextLoss(len(text), tokenizer.lost([text], [row]))
         n_bytes = len(text.encode("utf-8")) - loss.n_lost_bytes
         if n_bytes == 0:
@@ -881,12 +883,13 @@ def sample(argv: list[str]) -> None:
 
     from data.continuation import continuation
     from data.text_loss import TextLoss
+    from data.threads import in_thread
     from lm.generate import generate
 
     model, tokenizer, start = load_trained(options.ckpt_path, options.device, options.tokenizer)
     started, count = time.perf_counter(), 0
     for prompt in options.prompt or [piped_prompt()]:
-        ids = list(tokenizer.encode_batch([prompt])[0])
+        ids = list(in_thread(partial(tokenizer.encode_batch, [prompt]))[0])
         if lost := tokenizer.lost([prompt], [ids]):
             share = TextLoss(len(prompt), lost).share
             print(f"warning: --prompt: {share} do not come back from their ids", file=sys.stderr)

@@ -6,9 +6,11 @@ import sys
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from tqdm import tqdm
 from data.readers import Input
 from data.text_loss import TextLoss
 from data.texts import OVERLAP, Note
+from data.threads import Threads
 from data.tokenizer import TextTokenizer
 from data.work import SPLITS, Work
 
@@ -25,6 +28,8 @@ from data.work import SPLITS, Work
 BATCH_BYTES = 1 << 18
 # Batches encoded beside one another, so that cores do not wait for the longest text of one.
 MOST_AHEAD = 8
+# Ids that are counted at once.
+COUNTED = 1 << 20
 # Bytes of text after which a killed call need not begin again.
 PART_BYTES = 1 << 27
 # Bytes of text that a tokenizer is trained on at most.
@@ -136,8 +141,9 @@ def encode(
     """
     assert work.state is not None
     saved, batches = 0, _batches(sources, *work.state["next"])
-    with Progress("encode", sources, show) as bar:
-        for batch, rows, lost in _encoded(batches, tokenizer, workers or os.cpu_count() or 1):
+    encoded = _encoded(batches, tokenizer, workers or os.cpu_count() or 1)
+    with Progress("encode", sources, show) as bar, closing(encoded):
+        for batch, rows, lost in encoded:
             _write(work, batch, rows, lost, tokenizer, bos)
             bar.update(*batch.read, batch.n_bytes)
             saved += batch.n_bytes
@@ -175,22 +181,24 @@ def _batches(sources: Sources, first: int, done: int) -> Iterator[Batch]:
 
 def _encoded(
     batches: Iterator[Batch], tokenizer: TextTokenizer, workers: int
-) -> Iterator[tuple[Batch, list[Sequence[int]], Counter[str]]]:
+) -> Generator[tuple[Batch, list[Sequence[int]], Counter[str]], None, None]:
+    threads = Threads()
+
     def rows_and_lost(texts: list[str]) -> tuple[list[Sequence[int]], Counter[str]]:
-        rows = tokenizer.encode_batch(texts)
+        rows = tokenizer.encode_batch(texts, threads.check)
         return rows, tokenizer.lost(texts, rows)
 
     waiting: deque[tuple[Batch, Future[tuple[list[Sequence[int]], Counter[str]]]]] = deque()
-    with ThreadPoolExecutor(min(workers, MOST_AHEAD)) as pool:
+    with threads:
         for batch in batches:
             texts = [document.text for document in batch.documents]
-            waiting.append((batch, pool.submit(rows_and_lost, texts)))
+            waiting.append((batch, threads.start(partial(rows_and_lost, texts))))
             if len(waiting) > min(workers, MOST_AHEAD):
-                done, future = waiting.popleft()
-                yield done, *future.result()
+                yield waiting[0][0], *waiting[0][1].result()
+                waiting.popleft()
         while waiting:
-            done, future = waiting.popleft()
-            yield done, *future.result()
+            yield waiting[0][0], *waiting[0][1].result()
+            waiting.popleft()
 
 
 def _write(
@@ -228,7 +236,9 @@ def _write(
     loss = TextLoss(sum(len(each.text) for each in batch.documents), lost)
     counts = np.zeros(tokenizer.size, np.int64)
     for stream in ids.values():
-        counts += np.bincount(np.frombuffer(stream, np.uint32), minlength=tokenizer.size)
+        for begin in range(0, len(stream), COUNTED):  # numpy widens what it counts
+            part = np.frombuffer(stream[begin : begin + COUNTED], np.uint32)
+            counts += np.bincount(part, minlength=tokenizer.size)
     for token_id, name in tokenizer.odd_tokens.items():
         loss.tokens[name] = int(counts[token_id]) - written[token_id]
     total = TextLoss.read(work.state.get("text_loss", {})) + loss

@@ -10,6 +10,9 @@ from tokenizers import pre_tokenizers
 SHOWN = 8
 """Characters that a report names, the most frequent first."""
 
+COUNTED = 1 << 20
+"""Characters that are counted at once."""
+
 SPELLED = {
     "eos": "the end of a document: replace it in the texts, or name another token by --eos",
     "bos": "the beginning of a document: replace it in the texts",
@@ -92,8 +95,16 @@ def lost_characters(texts: Sequence[str], decoded: Sequence[str]) -> Counter[str
     lost: Counter[str] = Counter()
     for text, found in zip(texts, decoded, strict=True):
         if text != found:
-            lost += Counter(text) - Counter(found)
+            lost += _counted(text) - _counted(found)
     return lost
+
+
+def _counted(text: str) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    # Counting a long text at once would keep the main thread from hearing signals.
+    for begin in range(0, len(text), COUNTED):
+        counts.update(text[begin : begin + COUNTED])
+    return counts
 
 
 def keeps_text(content: dict[str, Any]) -> bool:

@@ -5,7 +5,7 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -206,20 +206,29 @@ class TextTokenizer:
         """The ids of the text alone, no special token added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """The ids of each text, on all cores."""
+    def encode_batch(
+        self, texts: Sequence[str], check: Callable[[], None] = lambda: None
+    ) -> list[Sequence[int]]:
+        """The ids of each text, on all cores.
+
+        Args:
+            check: called between pieces of a long text, to leave by an error.
+        """
         short = [text for text in texts if len(text) <= PIECE_CHARACTERS or not self._can_cut]
         encodings = self._tokenizer.encode_batch_fast(short, add_special_tokens=False)
         if len(short) == len(texts):
             return [encoding.ids for encoding in encodings]
         known = dict(zip(short, encodings, strict=True))
-        return [known[text].ids if text in known else self._encode_long(text) for text in texts]
+        return [
+            known[text].ids if text in known else self._encode_long(text, check) for text in texts
+        ]
 
-    def _encode_long(self, text: str) -> Sequence[int]:
+    def _encode_long(self, text: str, check: Callable[[], None]) -> Sequence[int]:
         # Piece by piece: an encoding takes over 100 bytes a character.
         ids = array("I")
         begin, size = 0, PIECE_CHARACTERS
         while len(text) - begin > size:
+            check()
             encoding = self._tokenizer.encode(text[begin : begin + size], add_special_tokens=False)
             for token in range(len(encoding) - UNSURE_TOKENS, 0, -1):
                 span = encoding.token_to_chars(token)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from data.packages import package
+from data.pieces import LONGEST, Pieces
 from data.specials import END_OF_TEXT, UNUSED
+from data.threads import Threads
 from data.tokenizer import TextTokenizer
 
 BYTE_SPECIALS = (END_OF_TEXT, "<|bos|>", "<|pad|>")
@@ -64,7 +67,16 @@ def train_bpe(
         special_tokens=[AddedToken(name, special=True, normalized=False) for name in specials],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    tokenizer.train_from_iterator(documents, trainer=trainer)
+    pieces = Pieces(documents)
+    with Threads() as threads:
+        texts = threads.checked(pieces)
+        threads.start(lambda: tokenizer.train_from_iterator(texts, trainer=trainer)).result()
+    if pieces.n_cuts:
+        print(
+            f"warning: text without a break for {2 * LONGEST:,} characters and more: cut "
+            f"{pieces.n_cuts:,} times to train the tokenizer",
+            file=sys.stderr,
+        )
     trained = TextTokenizer(tokenizer.to_str(pretty=True), "the trained tokenizer")
     assert trained.size <= vocab_size
     return trained
