@@ -9,6 +9,7 @@ import numpy as np
 
 from data.memmap import DTYPES, LLM_C_MAGICS, TokenFile, TokenStream, looks_wide, open_token_file
 from data.not_tokens import refuse_other_kinds
+from data.paths import matching
 
 SUFFIXES = (".bin", ".npy")
 WORDS = {"train": {"train", "training"}, "val": {"val", "valid", "validation"}}
@@ -104,8 +105,7 @@ def open_files(
 
 def _matches(pattern: str) -> list[Path]:
     # A name may hold brackets, which a pattern reads as a choice of letters.
-    names = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
-    found = [Path(name) for name in names]
+    found = [Path(pattern)] if Path(pattern).is_file() else matching(pattern)
     return [path for path in found if path.is_file()]
 
 

@@ -25,7 +25,7 @@ def named_files(word: str) -> list[Path]:
     """
     paths = [Path(word)]
     if not os.path.lexists(word):
-        paths = sorted({*_matches(Path(), Path(word).parts)}, key=str)
+        paths = matching(word)
     files: dict[Path, list[Path]] = {}
     hidden, seen = [], set()
     for path in sorted(paths, key=Path.is_symlink):
@@ -45,6 +45,11 @@ def named_files(word: str) -> list[Path]:
     if again:
         _say(word, again, "a link to a file that is read already")
     return [path for path in found if path in kept]
+
+
+def matching(pattern: str) -> list[Path]:
+    """Return what a pattern of glob names, sorted; its ** enters each real folder once."""
+    return sorted({*_matches(Path(), Path(pattern).parts)}, key=str)
 
 
 def _walk(top: Path, seen: Seen) -> Iterator[tuple[Path, list[Path], list[Path]]]:
@@ -69,7 +74,7 @@ def _leads_on(path: Path) -> bool:
 
 
 def _matches(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
-    """Paths that a pattern matches, part by part: glob's own ** goes round in links."""
+    # Part by part, because glob's own ** goes round in links.
     if not parts:
         yield folder
     elif parts[0] != "**":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from data.foreign import find_files
 from data.paths import named_files
 
 TREE = ("in/real/a.txt", "in/real/sub/b.txt", "out/c.txt", "out/deep/d.txt", "in/.hidden/e.txt")
@@ -38,6 +39,13 @@ def test_pattern_with_an_absolute_path_gives_absolute_paths(tmp_path):
     assert named_files(f"{tmp_path}/out/**/*.txt") == [
         tmp_path / "out/c.txt", tmp_path / "out/deep/d.txt"
     ]  # fmt: skip
+
+
+def test_pattern_of_token_files_ends_too():
+    for place in ("in/real/train-1.bin", "out/train-2.bin"):
+        Path(place).write_bytes(b"\1\0")
+    found = find_files("in/**/*.bin")["train"]
+    assert [*map(str, found)] == ["in/aa/train-2.bin", "in/real/train-1.bin"]
 
 
 def test_hidden_files_and_links_to_read_files_are_told(capsys):

@@ -910,7 +910,8 @@ def _prepared_by(command: list[str], tmp_path: Path, **environment: str) -> tupl
         "import cli, sys; code = cli.main(sys.argv[1:]); status = open('/proc/self/status').read();"
         "print(int(status.split('VmHWM:')[1].split()[0]) / 1024); sys.exit(code)"
     )
-    words = [sys.executable, "-c", script, "prepare", "--output", str(tmp_path / "o"), *command]
+    words = [sys.executable, "-c", script, "prepare", "--overwrite", *command]
+    words += ["--output", str(tmp_path / "o")]
     done = subprocess.run(words, cwd=ROOT, env=os.environ | environment, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     return _files(tmp_path / "o"), float(done.stdout.split()[-1])
