@@ -699,18 +699,21 @@ def quiet_libraries() -> None:
 
 
 def verify(argv: list[str]) -> None:
-    """Say of each checkpoint of a run whether it is whole."""
+    """Say of each checkpoint of a run, and of its weights, whether they are whole."""
     parser = LineParser(verify)
     parser.add_argument(
         "--ckpt_path", required=True, type=local_path, help="run folder or checkpoint file"
     )
     place = Path(parser.parse_args(argv).ckpt_path)
 
-    from callbacks.checkpoint_files import checkpoints, unusable
+    from callbacks.checkpoint_files import WEIGHTS, checkpoints, unusable
+    from lm.trained import has_checksum
 
     if not place.exists():
         raise ValueError(f"--ckpt_path {place} does not exist; give a run folder or a checkpoint")
     files = [path for _, path in checkpoints(place)] if place.is_dir() else [place]
+    if (weights := place / WEIGHTS).is_file():
+        files.append(weights)
     if not files:
         raise ValueError(f"{place} holds no checkpoint; give a run folder or a file")
     read = bad = 0
@@ -718,15 +721,18 @@ def verify(argv: list[str]) -> None:
         try:
             fault = unusable(path)
         except (OSError, ValueError) as error:
-            fault = str(error)
+            fault = str(error).removeprefix(f"{path} ")
         if fault is not None and place.is_dir() and not os.path.lexists(path):
             continue  # the run goes on, and keeps it no more
-        print(f"{path}: {'whole' if fault is None else fault}")
+        whole = "whole"
+        if path.suffix == ".safetensors" and fault is None and not has_checksum(path):
+            whole = "readable (from before these files had a checksum)"
+        print(f"{path}: {fault or whole}")
         read, bad = read + 1, bad + (fault is not None)
     if not read:
         return verify(argv)
     if bad:
-        raise RuntimeError(f"{bad} of {read} checkpoints are damaged or unreadable")
+        raise RuntimeError(f"{bad} of {read} files are damaged or unreadable")
 
 
 def export(argv: list[str]) -> None:
@@ -956,7 +962,7 @@ def read_trained(place: Path, key: str = "--ckpt_path") -> Any:
     """Read a run folder's newest whole checkpoint, a checkpoint, a weights-only file, or a folder
     of Hugging Face's form.
     """
-    from callbacks.checkpoint_files import checkpoints, newest_whole, read_checkpoint
+    from callbacks.checkpoint_files import WEIGHTS, checkpoints, newest_whole, read_checkpoint
     from callbacks.trainer import announce
     from lm.trained import from_checkpoint, from_folder, from_weights_file
 
@@ -964,6 +970,8 @@ def read_trained(place: Path, key: str = "--ckpt_path") -> Any:
         raise ValueError(f"{key} {place} does not exist; give a run folder or a checkpoint")
     if (place / "config.json").is_file() and not checkpoints(place):
         return from_folder(place)
+    if (place / WEIGHTS).is_file() and not checkpoints(place):
+        return from_weights_file(place / WEIGHTS)
     path = newest_whole(place, announce) if place.is_dir() else place
     if path.suffix == ".safetensors":
         return from_weights_file(path)

@@ -19,8 +19,10 @@ from callbacks.moments import reach, watched
 from callbacks.trainer import announce
 from data.atomic import make_folder, replaced
 from lm.finite import NonFiniteError, few, non_finite
+from lm.trained import from_weights_file
 
 FOLDER = "checkpoints"
+WEIGHTS = "weights.safetensors"
 NAME = re.compile(r"step-(\d+)\.ckpt")
 
 
@@ -75,12 +77,17 @@ def unreadable(error: OSError, path: Path) -> OSError:
 
 
 def unusable(path: Path) -> str | None:
-    """Why a checkpoint must not be used, or None: it is damaged, or tensors are not finite.
+    """Why a checkpoint or a weights-only file must not be used, or None.
+
+    It is damaged, or tensors are not finite.
 
     Raises:
         OSError: the system cannot read the file.
-        ValueError: the file is whole and no checkpoint.
+        ValueError: the file is whole and no checkpoint, or weights are damaged.
     """
+    if path.suffix == ".safetensors":
+        from_weights_file(path)
+        return None
     return damage(path) or non_finite_state(_load(path))
 
 
@@ -116,11 +123,28 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Path:
             return path
         faults.append(f"{path}: {fault}")
     if not faults:
+        refuse_weights_alone(folder)
         raise ValueError(f"{folder} holds no checkpoint (step-00000000.ckpt …); train first")
+    too = f" and {WEIGHTS}" if (folder / WEIGHTS).exists() else ""
     raise ValueError(
-        f"all {len(faults)} checkpoints of {folder} are damaged ({'; '.join(faults)}); remove them "
-        "to start at step 0, or bring back a sound copy"
+        f"all {len(faults)} checkpoints of {folder} are damaged ({'; '.join(faults)}); remove them"
+        f"{too} to start at step 0, or bring back a sound copy"
     )
+
+
+def refuse_weights_alone(place: Path) -> None:
+    """Refuse a weights-only file, or a folder that holds one, where a checkpoint is asked for.
+
+    Raises:
+        ValueError: says what the file can be used for.
+    """
+    file = place / WEIGHTS if place.is_dir() else place
+    if file.suffix == ".safetensors" and file.is_file():
+        raise ValueError(
+            f"{file} holds weights alone, which cannot be resumed or validated: give it to "
+            "lightning sample, evaluate or export, or begin another run with it by "
+            "--model.from_weights and another trainer.default_root_dir"
+        )
 
 
 def resolve(ckpt_path: str | None, root: Path, starts: bool = False) -> Path | None:
@@ -135,6 +159,9 @@ def resolve(ckpt_path: str | None, root: Path, starts: bool = False) -> Path | N
         ValueError: nothing is there, or a new run is asked for where one already is.
     """
     held = checkpoints(root)
+    if not held and ckpt_path in (None, "last", "best"):
+        # A run from step 0 would replace them at its end.
+        refuse_weights_alone(root)
     if ckpt_path is None:
         if held:
             raise ValueError(
@@ -147,6 +174,8 @@ def resolve(ckpt_path: str | None, root: Path, starts: bool = False) -> Path | N
             raise ValueError(
                 f"ckpt_path {ckpt_path} does not exist; give last, best, a run folder or a file"
             )
+        if not Path(ckpt_path).is_dir():
+            refuse_weights_alone(Path(ckpt_path))
         place = Path(ckpt_path).resolve()
         if starts and held and root.resolve() not in (place, *place.parents):
             raise ValueError(

@@ -8,13 +8,13 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from callbacks.checkpoint_files import WEIGHTS
 from callbacks.run_folder import contract
 from callbacks.throughput import pause_clock
 from callbacks.trainer import announce, at_step_edge, is_dry_run
 from data.atomic import TEMPORARY, replaced
 from lm.trained import step_of_weights
 
-FILE = "weights.safetensors"
 EXPORTS = "exports"
 
 
@@ -74,15 +74,15 @@ class Weights(Callback):
             return
         root = Path(trainer.default_root_dir)
         if not self._trained:
-            held = step_of_weights(root / FILE)
+            held = step_of_weights(root / WEIGHTS)
             if trainer.global_step != trainer.max_steps or held >= trainer.global_step:
                 return
             self._sweep(trainer)
         try:
-            with replaced(root / FILE) as file:
+            with replaced(root / WEIGHTS) as file:
                 self._write(trainer, pl_module, file)
         except Exception as error:  # the checkpoint is there all the same
-            announce(f"warning: {root / FILE} not written: {error}")
+            announce(f"warning: {root / WEIGHTS} not written: {error}")
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, file: Path) -> None:
         content = {"global_step": trainer.global_step, "contract": contract(trainer)}

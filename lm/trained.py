@@ -1,6 +1,7 @@
 """Trained models, wherever they lie: checkpoints, weights alone, folders of other libraries."""
 
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from lm.model import LM, ModelConfig, plain_keys
 
 # Key of a weights-only file's metadata.
 FACTS = "relight"
+CHECKSUM = "crc32"
 # Properties that a ModelConfig derives, and the keys that set them.
 KEYS = {"kv_heads": "n_kv_heads", "head_size": "head_dim"}
 
@@ -83,6 +85,11 @@ def from_weights_file(path: Path) -> Trained:
         raise ValueError(
             f"{path} was not written by fit: of a model in Hugging Face's form give the folder"
         )
+    if metadata.get(CHECKSUM) not in (None, checksum(weights, metadata[FACTS])):
+        raise ValueError(
+            f"{path} is damaged: its content does not match its checksum; bring back a sound copy, "
+            "or use a checkpoint of the run"
+        )
     return _trained(json.loads(metadata[FACTS]), weights, path, path.parent)
 
 
@@ -125,9 +132,26 @@ def write_weights_file(weights: dict[str, Tensor], checkpoint: dict[str, Any], p
         NonFiniteError: a tensor holds NaN or infinity.
         OSError: the disk refuses.
     """
+    text = json.dumps(facts(checkpoint))
     if bad := list(non_finite(weights)):
         raise NonFiniteError(f"weights are not finite: {few(bad)}")
-    save_tensors(weights, path, {FACTS: json.dumps(facts(checkpoint))})
+    save_tensors(weights, path, {FACTS: text, CHECKSUM: checksum(weights, text)})
+
+
+def checksum(weights: Mapping[str, Tensor], text: str) -> str:
+    """CRC32 over facts, names, shapes and contents, as hexadecimal digits."""
+    crc = zlib.crc32(text.encode())
+    for name in sorted(weights):
+        tensor = weights[name].detach().cpu().contiguous()
+        crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
+        crc = zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, crc)
+    return f"{crc:08x}"
+
+
+def has_checksum(path: Path) -> bool:
+    """Whether a weights-only file holds a checksum of its content."""
+    with safe_open(path, framework="pt") as file:
+        return CHECKSUM in file.metadata()
 
 
 def step_of_weights(path: Path) -> int:

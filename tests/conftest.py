@@ -143,6 +143,7 @@ def cut_back(root: Path, step: int) -> None:
     for path in (root / "checkpoints").iterdir():
         if int(path.stem.split("-")[1]) > step:
             path.unlink()
+    (root / "weights.safetensors").unlink(missing_ok=True)  # written at the end alone
 
 
 def page(root: Path) -> EventAccumulator:

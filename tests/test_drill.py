@@ -284,6 +284,7 @@ def test_verify_says_of_each_file_whether_it_is_whole(
     lightning("fit", "--config", run_yaml({"checkpoint.every_n_steps": 3}))
     code, out, _ = lightning("verify", "--ckpt_path", tmp_path / "run")
     names = [f"{tmp_path}/run/checkpoints/step-0000000{step}.ckpt" for step in (6, 3)]
+    names.append(f"{tmp_path}/run/weights.safetensors")
     assert (code, out.splitlines()) == (0, [f"{name}: whole" for name in names])
 
 
@@ -296,7 +297,7 @@ def test_verify_fails_on_a_damaged_file_and_says_why(
     code, out, err = lightning("verify", "--ckpt_path", tmp_path / "run")
     assert code == 1
     assert out.startswith(f"{newest}: truncated or corrupt at 2000 bytes")
-    assert err == "error: 1 of 2 checkpoints are damaged or unreadable\n"
+    assert err == "error: 1 of 3 files are damaged or unreadable\n"
 
 
 def test_verify_passes_over_files_that_the_run_removes_meanwhile(
@@ -313,7 +314,8 @@ def test_verify_passes_over_files_that_the_run_removes_meanwhile(
 
     monkeypatch.setattr(zipfile.ZipFile, "testzip", and_retention_at_work)
     code, out, err = lightning("verify", "--ckpt_path", tmp_path / "run")
-    assert (code, out, err) == (0, f"{newest}: whole\n", "")
+    weights = tmp_path / "run" / "weights.safetensors"
+    assert (code, out, err) == (0, f"{newest}: whole\n{weights}: whole\n", "")
 
 
 def test_newest_checkpoint_is_looked_for_again_where_the_run_replaced_it_meanwhile(

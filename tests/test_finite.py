@@ -85,7 +85,7 @@ def test_checkpoint_with_a_bad_number_is_refused_by_name(lightning, run):
     assert lightning("verify", "--ckpt_path", run)[:2] == (
         1,
         f"{path}: not finite: {WEIGHT}\n{older}: whole\n"
-        f"{run}/checkpoints/step-00000003.ckpt: whole\n",
+        f"{run}/checkpoints/step-00000003.ckpt: whole\n{run}/weights.safetensors: whole\n",
     )
 
 
