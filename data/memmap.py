@@ -205,8 +205,8 @@ def _cached_max_id(file: TokenFile) -> int:
     cache = file.path.with_name(f"{file.path.name}.max_id.json")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(cache.read_text(encoding="utf-8"))
-        if known | state == known:
-            return int(known["max_id"])
+        if known | state == known and type(known["max_id"]) is int and known["max_id"] >= 0:
+            return known["max_id"]
     tokens = _unsigned(file.map())
     max_id = max(int(tokens[i : i + CHUNK].max()) for i in range(0, file.n_tokens, CHUNK))
     # Ranks may scan at the same time, and a folder of shared data may be read-only.

@@ -15,6 +15,7 @@ from data.atomic import naming, replace_text, sync
 from data.memmap import DTYPES
 
 SPLITS = ("train", "val")
+STATE = {"job", "next", "left_out", "lowest_share", *SPLITS}
 # Of an .npy of offsets; written when their number is known, for which numpy leaves room.
 HEADER_BYTES = 128
 
@@ -130,9 +131,9 @@ class Work:
         self.folder, self.job = folder, job
         self.state: dict[str, Any] | None = None
         self.writers: dict[str, SplitWriter] = {}
-        known = _load(folder / "state.json")
+        known = _load(folder / "state.json") or {}
         # The tokenizer was there before the state, and leaves only when all is written.
-        if known is not None and known["job"] in (job, softer):
+        if known.keys() >= STATE and known["job"] in (job, softer):
             self.state = known | {"job": job}
         elif folder.exists():
             shutil.rmtree(folder)
@@ -146,8 +147,8 @@ class Work:
     @property
     def kept(self) -> int:
         """Documents behind which another call goes on."""
-        known = _load(self.folder / "state.json")
-        return 0 if known is None else sum(known[split]["documents"] for split in SPLITS)
+        known = _load(self.folder / "state.json") or {}
+        return sum(known[split]["documents"] for split in SPLITS) if known.keys() >= STATE else 0
 
     def open(self, dtype: str, shard_tokens: int | None, n_inputs: int) -> dict[str, Any]:
         """The state to go on from, with `writers` that stand there."""
@@ -235,6 +236,7 @@ def _open_at(path: Path, n_bytes: int) -> IO[bytes]:
 
 def _load(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # other errors are no reason to throw work away
         return None
+    return known if isinstance(known, dict) else None

@@ -125,6 +125,28 @@ def test_preparing_on_a_full_disk_names_the_file_and_goes_on_when_there_is_room(
     assert not work.exists()
 
 
+@pytest.mark.parametrize("damaged", ["{}", "[]", "null", '{"job": 1}', "{", "ä"])
+def test_damaged_state_of_a_preparation_begins_it_anew(
+    lightning: Lightning, tmp_path: Path, damaged: str
+):
+    words, work = prepare_words(tmp_path), tmp_path / "out" / ".work"
+    with full_disk(9000):
+        assert lightning("prepare", *words)[0] == 1
+    (work / "state.json").write_text(damaged, encoding="cp1252")
+    assert lightning("prepare", *words)[0] == 0
+
+
+def test_state_that_cannot_be_read_throws_no_work_away(lightning: Lightning, tmp_path: Path):
+    words, work = prepare_words(tmp_path), tmp_path / "out" / ".work"
+    with full_disk(9000):
+        assert lightning("prepare", *words)[0] == 1
+    (work / "state.json").unlink()
+    (work / "state.json").mkdir()
+    code, _, err = lightning("prepare", *words)
+    assert (code, err) == (1, f"error: [Errno 21] Is a directory: '{work / 'state.json'}'\n")
+    assert (work / "train.bin").exists()
+
+
 def test_rows_are_durable_before_the_checkpoint_that_follows_them(
     lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, monkeypatch
 ):

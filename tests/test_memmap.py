@@ -112,7 +112,17 @@ def test_largest_id_is_scanned_once(tmp_path):
     assert check_token_range(open_token_file(path), 50) == 48
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"max_id": 3}'])
+@pytest.mark.parametrize("known", [None, "49", 49.0, -1, True, 1e400])
+def test_cached_maximum_that_is_no_id_is_not_trusted(tmp_path, known):
+    path, cache = _cycle(tmp_path, 200, 50), tmp_path / "t.bin.max_id.json"
+    file = open_token_file(path)
+    assert check_token_range(file, 50) == 49
+    content = json.loads(cache.read_text(encoding="utf-8"))
+    cache.write_text(json.dumps(content | {"max_id": known}), encoding="utf-8")
+    assert check_token_range(file, 50) == 49
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"max_id": 3}', "\ufeff"])
 def test_damaged_cache_of_the_range_is_made_anew(tmp_path, content):
     cache = tmp_path / "t.bin.max_id.json"
     cache.write_text(content, encoding="utf-8")
