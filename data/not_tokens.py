@@ -14,6 +14,7 @@ KINDS: tuple[tuple[bytes, str, str], ...] = (
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive", UNPACK),
     (b"\x04\x22\x4d\x18", "an lz4 archive", UNPACK),
     (b"PK\x03\x04", "a zip archive, or what torch.save or np.savez wrote", SAVE_IDS),
+    (b"\x80\x02\x8a\nl\xfc\x9cF\xf9", "what torch.save wrote", SAVE_IDS),  # before release 1.6
     (b"\x89HDF\r\n", "an HDF5 file", SAVE_IDS),
     (b"ARROW1", "an Arrow file", SAVE_IDS),
     (b"PAR1", "a parquet file", "rename it to .parquet and give it to lightning prepare --input"),
@@ -31,6 +32,7 @@ LEAST_TEXT = 64
 TEXT = bytes([*range(7, 14), 27, *range(32, 127), *range(128, 256)])
 # Text holds next to no control characters; of the bytes of ids at least a tenth are some.
 MOST_CONTROLS = 0.01
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 PREPARE = (
     "rename it to what it holds (.txt, .jsonl) and give it to lightning prepare --input FILE "
     "--output DIR"
@@ -64,6 +66,10 @@ def kind_of(head: bytes, last: bytes) -> tuple[str, str] | None:
     # safetensors: the length of a JSON object, and the object.
     if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < 1 << 32:
         return "a safetensors file", SAVE_IDS
+    if head.startswith(UTF16_MARKS):
+        # A token file may begin with that id, but does not go on as text.
+        head = head[: len(head) // 2 * 2].decode("utf-16", errors="replace").encode()
+        head = head.replace("\ufffd".encode(), b"\0")
     controls = len(head.translate(None, TEXT))
     if len(head) >= LEAST_TEXT and controls <= MOST_CONTROLS * len(head):
         return "text", PREPARE

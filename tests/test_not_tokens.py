@@ -37,9 +37,9 @@ def zipped() -> bytes:
     return file.getvalue()
 
 
-def saved() -> bytes:
+def saved(zipped: bool) -> bytes:
     file = io.BytesIO()
-    torch.save([1, 2], file)
+    torch.save(torch.arange(50), file, _use_new_zipfile_serialization=zipped)
     return file.getvalue()
 
 
@@ -49,12 +49,14 @@ KINDS: dict[str, tuple[Callable[[], bytes], str]] = {
     "Chinese": (("漢字かな交じり文。" * 40).encode, "text"),
     "JSON lines": (lambda: (json.dumps({"text": TEXT}) + "\n").encode() * 9, "text"),
     "text with some controls": (lambda: (TEXT + "\0\x08").encode(), "text"),
+    "UTF-16": (lambda: TEXT.encode("utf-16"), "text"),
     "gzip": (lambda: gzip.compress(TEXT.encode()), "a gzip archive"),
     "bzip2": (lambda: bz2.compress(TEXT.encode()), "a bzip2 archive"),
     "xz": (lambda: lzma.compress(TEXT.encode()), "an xz archive"),
     "tar": (tar, "a tar archive"),
     "zip": (zipped, "a zip archive, or what torch.save or np.savez wrote"),
-    "torch": (saved, "a zip archive, or what torch.save or np.savez wrote"),
+    "torch": (lambda: saved(True), "a zip archive, or what torch.save or np.savez wrote"),
+    "old torch": (lambda: saved(False), "what torch.save wrote"),
     "pickle": (lambda: pickle.dumps([1] * 50), "a pickle"),
     "pickle of numpy": (lambda: pickle.dumps(np.arange(80), protocol=2), "a pickle"),
     "safetensors": (lambda: save({"a": torch.ones(9)}), "a safetensors file"),
@@ -86,7 +88,9 @@ def test_ids_are_not_taken_for_something_else(tmp_path: Path, vocab_size: int, s
     assert stream.n_tokens == len(ids)
 
 
-def test_uniform_ids_are_not_taken_for_something_else(tmp_path: Path):
+@pytest.mark.parametrize("first", [0, 0xFEFF, 0xFFFE])
+def test_uniform_ids_are_not_taken_for_something_else(tmp_path: Path, first: int):
     ids = np.random.default_rng(0).integers(0, 65536, 3000)
+    ids[0] = first
     (tmp_path / "train.bin").write_bytes(ids.astype("<u2").tobytes())
     assert open_files(find_files(str(tmp_path)), None, 65536)["train"].n_tokens == len(ids)
