@@ -6,7 +6,7 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 # Seconds that a stopped process waits for its threads; one native call may take longer.
-PATIENCE = 0.5
+PATIENCE = 0.25
 
 T = TypeVar("T")
 

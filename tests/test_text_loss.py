@@ -152,3 +152,20 @@ def test_bytes_of_word_pieces_leave_their_marks_out():
     model |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 9}
     tokenizer = TextTokenizer(json.dumps({"version": "1.0", "model": model, "decoder": None}))
     assert tokenizer.token_bytes().tolist() == [0, 2, 2]
+
+
+def test_file_for_others_has_no_dropout_and_cuts_nothing(tmp_path: Path):
+    content = json.loads(train_bpe(["abcabc abc"] * 9, 270)._text)
+    content["model"]["dropout"] = 0.9
+    content["truncation"] = {"max_length": 2, "stride": 0, "strategy": "LongestFirst"}
+    content["truncation"]["direction"] = "Right"
+    ours = TextTokenizer(json.dumps(content))
+    ours.save_for_others(tmp_path / "t.json", bos=False)
+    theirs = Tokenizer.from_file(str(tmp_path / "t.json"))
+    assert [theirs.encode("abcabc abc").ids for _ in range(5)] == [ours.encode("abcabc abc")] * 5
+
+
+def test_file_for_others_is_the_same_where_nothing_was_turned_off(tmp_path: Path):
+    tokenizer = train_bpe(["ab"], 300)
+    tokenizer.save_for_others(tmp_path / "t.json", bos=False)
+    assert (tmp_path / "t.json").read_text(encoding="utf-8") == tokenizer._text
