@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from callbacks.stop import EXIT_CODES, under_torchrun
@@ -24,9 +25,25 @@ def die_with_parent() -> None:
     """
     parent = os.environ.get(VARIABLE)
     if under_torchrun():
-        die_with(os.getppid())
+        agent = os.getppid()
+        # torchrun hands nothing over, but makes each rank the leader of a session.
+        if os.getsid(0) == os.getpid() and not is_agent(agent):
+            os._exit(1)
+        die_with(agent)
     elif parent is not None and os.environ.get("LOCAL_RANK", "0") != "0":
         die_with(int(parent))
+
+
+def is_agent(process: int) -> bool:
+    """Whether a process may be torchrun's agent: it has loaded torch, or does not let us look.
+
+    Orphans belong to init, which often does not let us look either.
+    """
+    place = Path(f"/proc/{process}")
+    try:
+        return b"torch" in (place / "maps").read_bytes()
+    except OSError:
+        return process != 1 or b"torch" in (place / "cmdline").read_bytes()
 
 
 def hand_over_id() -> None:

@@ -60,7 +60,12 @@ class StopSignals(Checkpoint):
                 )
         if (name := acts_in_validation(trainer)) is not None:
             announce(f"a stop request waits for the end of a validation, because {name} acts in it")
-        # From here on there is something to save; before, a signal leaves at once.
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        # From here on there is something to save. Before, a signal leaves at once, for compiling
+        # may take longer than the grace before a SIGKILL.
         self._stop.saves = True
 
     def _hold(self) -> None:

@@ -224,6 +224,25 @@ def test_only_ranks_that_lightning_launched_leave_with_zero(signalled, local_ran
     assert stop.value.code == code
 
 
+def test_signal_before_the_first_step_of_a_start_leaves_at_once():
+    with StopRequests() as stop:
+        callback: Any = StopSignals(stop)
+        callback.on_train_start(stand_in(), None)
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+        callback.on_before_optimizer_step(stand_in(), None, None)
+        assert stop.saves
+
+
+def test_signal_in_a_step_is_received_after_it(requests):
+    callback: Any = StopSignals(requests)
+    callback.on_train_batch_start(stand_in(), None, None, 0)
+    signal.raise_signal(signal.SIGTERM)
+    during = requests.received
+    callback.on_train_batch_end(stand_in(), None, None, None, 0)
+    assert (during, requests.received) == (0, signal.SIGTERM)
+
+
 # What counts as a second request
 
 
