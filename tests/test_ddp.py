@@ -127,7 +127,8 @@ def test_mistake_is_told_once_and_ends_all_processes(run_yaml: RunYaml, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)]
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, -signal.SIGINT)],
 )
 @pytest.mark.parametrize("whom", ["group", "first", "child"])
 def test_signal_to_any_process_saves_and_ends_all(
@@ -150,8 +151,13 @@ def send(pid: int, number: signal.Signals, whom: str) -> None:
     elif whom == "first":
         os.kill(pid, number)
     else:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-        os.kill(int(children[0]), number)
+        os.kill(children(pid)[0], number)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process started from its main thread."""
+    words = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    return [int(word) for word in words]
 
 
 def test_children_die_with_a_first_process_that_is_killed(run_yaml: RunYaml, tmp_path: Path):
@@ -177,15 +183,47 @@ def test_every_way_to_start_ends_with_the_same_bits(
     assert compare(tmp_path / "script", tmp_path / "other") == []
 
 
-def test_sigterm_to_torchrun_saves(run_yaml: RunYaml, tmp_path: Path):
-    with started(config(run_yaml, tmp_path / "run", 2, **ENDLESS), *TORCHRUN) as run:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_signal_to_all_processes_of_torchrun_saves(
+    run_yaml: RunYaml, tmp_path: Path, number: signal.Signals
+):
+    torchrun = [TORCHRUN[0], "--signals-to-handle", "SIGTERM,SIGUSR1,SIGHUP", *TORCHRUN[1:]]
+    with started(config(run_yaml, tmp_path / "run", 2, **ENDLESS), *torchrun) as run:
         wait_for_a_step(run)
-        run.terminate()
+        # The agent passes on to the ranks what they have received already.
+        for pid in (*children(run.pid), run.pid):
+            os.kill(pid, number)
         _, rest = run.communicate(timeout=60)
-    assert run.returncode != 0
-    assert "SIGTERM: saved at step" in rest
+    assert run.returncode == 1
+    assert f"{number.name}: saved at step" in rest
     [saved] = (tmp_path / "run" / "checkpoints").iterdir()
     assert damage(saved) is None
+
+
+def test_rank_that_is_killed_is_named_with_the_way_to_go_on(run_yaml: RunYaml, tmp_path: Path):
+    with started(config(run_yaml, tmp_path / "run", 2, **ENDLESS)) as run:
+        wait_for_a_step(run)
+        [rank] = children(run.pid)
+        os.kill(rank, signal.SIGKILL)
+        _, rest = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert rest.splitlines()[-1].removeprefix("error: ") == (
+        f"rank 1 (process {rank}) was killed by SIGKILL, as the system does when memory runs out; "
+        "the same command goes on from the newest checkpoint"
+    )
+
+
+@pytest.mark.parametrize("program", [[PROGRAM], TORCHRUN], ids=["lightning", "torchrun"])
+def test_ranks_end_when_who_starts_them_is_killed_in_their_first_moments(
+    run_yaml: RunYaml, tmp_path: Path, program: list
+):
+    with started(config(run_yaml, tmp_path / "run", 2), *program) as run:
+        while not children(run.pid):
+            os.sched_yield()
+        run.kill()
+        # The ranks hold the other ends of this pipe: it ends when the last of them is gone.
+        run.communicate(timeout=60)
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_two_runs_at_once_do_not_meet(run_yaml: RunYaml, tmp_path: Path):
@@ -233,7 +271,7 @@ def test_processes_of_slurm_train_together_and_save_at_its_signal(
             run.send_signal(signal.SIGUSR1)
         _, told = first.communicate(timeout=60)
         _, nothing = second.communicate(timeout=60)
-    assert (first.returncode, second.returncode, nothing) == (143, 0, "")
+    assert (first.returncode, second.returncode, nothing) == (143, 143, "")
     assert "SIGUSR1: saved at step" in told
     [saved] = (tmp_path / "run" / "checkpoints").iterdir()
     assert read_checkpoint(saved)["contract"]["trainer.world_size"] == 2
