@@ -66,7 +66,8 @@ def test_job_of_torchrun_passes_the_signal_on_waits_and_is_queued_again(programs
     trap = f"trap 'echo saved >> {programs}/calls; exit 1' TERM; echo > {programs}/started"
     stand_in(programs, "srun", f"{trap}; while :; do read -t 1 <> {programs}/started; done")
     job = start(TORCHRUN, programs)
-    (programs / "started").read_bytes()
+    with (programs / "started").open(encoding="ascii") as started:
+        started.readline()
     job.send_signal(signal.SIGUSR1)
     job.wait(60)
     assert calls(programs) == ["srun", "saved", "scontrol"]
