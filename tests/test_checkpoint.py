@@ -569,6 +569,18 @@ def test_never_more_than_one_file_above_the_kept_is_on_disk(tmp_path, keep_last)
     assert trainer.most_files == keep_last + 1
 
 
+def test_file_from_before_a_row_of_skipped_updates_is_kept(tmp_path):
+    trainer, callback = Saver(tmp_path), AtomicCheckpoint(every_n_steps=1, keep_last=2)
+    train(callback, trainer, 1, 2, 3)
+    for step in (4, 5, 6):  # the update of step 3 broke the weights
+        trainer.lightning_module.skipped_in_row = step - 3
+        train(callback, trainer, step)
+    assert trainer.kept == [6, 5, 2]
+    trainer.lightning_module.skipped_in_row = 0
+    train(callback, trainer, 7)
+    assert trainer.kept == [7, 6]
+
+
 # Failures
 
 
