@@ -484,7 +484,7 @@ def run_cli(command: str, argv: list[str]) -> Any:
 
     from callbacks.config import RunParser
     from callbacks.config_files import read_pipes
-    from callbacks.config_values import load_yaml
+    from callbacks.config_values import dump_yaml, load_yaml
     from callbacks.ddp import RestartInvariantDDP
     from callbacks.moments import VARIABLE, Moments
     from callbacks.progress import Progress
@@ -500,6 +500,7 @@ def run_cli(command: str, argv: list[str]) -> Any:
     quiet_libraries()
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     jsonargparse.set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
+    jsonargparse.set_dumper("yaml", dump_yaml)
     runs = command in ("fit", "validate")
     callbacks = [RestartInvariantDDP(), RunRecord(), Progress(), StopSignals(stop)]
     if VARIABLE in os.environ:

@@ -90,6 +90,21 @@ def dump_inline(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
+class SavedDumper(yaml.SafeDumper):
+    """YAML in which a text that `Loader` would take for a number stands in quotes."""
+
+
+SavedDumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(f"(?:{FLOAT.pattern})$"), [*"-+.0123456789"]
+)
+
+
+def dump_yaml(value: Any) -> str:
+    """Return a configuration as the text of config.yaml."""
+    style = {"default_flow_style": False, "allow_unicode": True, "sort_keys": False}
+    return yaml.dump(value, Dumper=SavedDumper, **style)
+
+
 def refuse_twice(loader: Loader, node: yaml.MappingNode) -> None:
     """Refuse a mapping in which a key is written twice."""
     seen: dict[Any, yaml.Node] = {}

@@ -16,7 +16,9 @@ from callbacks.config_values import (
     PATHS,
     Keys,
     Loader,
+    dump_yaml,
     is_plain,
+    load_yaml,
     read_config,
     read_word,
     takes_numbers,
@@ -153,6 +155,11 @@ def test_anchors_and_merges_are_read_by_the_key_they_stand_at(keys: Keys):
         "tracker": {"run": "1e3", "offline": True},
         "trainer": {"max_steps": 12000},
     }
+
+
+@pytest.mark.parametrize("value", ["12e3", "010", "on", "2024-01-01", "1e-05", 1e-05, 1e300, None])
+def test_saved_value_is_read_back_the_same(value: Any):
+    assert load_yaml(dump_yaml({"init_args": {"a": value}})) == {"init_args": {"a": value}}
 
 
 # Paths
