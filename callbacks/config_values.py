@@ -249,6 +249,12 @@ def read_word(text: str, key: str, hint: Any) -> str:
     Raises:
         ValueError: the value does not fit its key.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{key} is {text}: it is not UTF-8; give it in UTF-8, or rename the file"
+        ) from None
     if takes_text(hint):
         value = None if text == "null" else read_text(key, text)
         check(value, key, hint, shown=text)
@@ -272,14 +278,8 @@ def read_text(key: str, text: str) -> str:
     """Return the text of a key; a path has its home folder in full.
 
     Raises:
-        ValueError: it is no UTF-8, or a path that is empty or not on this machine.
+        ValueError: it is a path that is empty or not on this machine.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(
-            f"{key} is {text}: it is not UTF-8; give it in UTF-8, or rename the file"
-        ) from None
     if key.split(".mixture")[0] not in (*PATHS, "data"):
         return text
     try:

@@ -162,6 +162,12 @@ def test_saved_value_is_read_back_the_same(value: Any):
     assert load_yaml(dump_yaml({"init_args": {"a": value}})) == {"init_args": {"a": value}}
 
 
+def test_value_that_is_not_utf8_is_refused_by_every_key(keys: Keys):
+    said = {key: outcome(lambda key=key: on_line("\udcff", key, keys)) for key in keys}
+    rule = "is \udcff: it is not UTF-8; give it in UTF-8, or rename the file"
+    assert said == {key: f"{key} {rule}" for key in keys}
+
+
 # Paths
 
 
