@@ -143,12 +143,21 @@ def report(error: Exception) -> int:
     if type(error).__module__.partition(".")[0] in ("wandb", "swanlab"):
         # Nobody is logged in, or no network is there.
         notes = ["tracker.offline true keeps figures here, tracker.name null does without"]
-    if os.environ.get("RELIGHT_TRACEBACK") == "1" or not (by_user or of_run or notes):
+    peers, lost = None, False
+    if "torch.distributed" in sys.modules:
+        from callbacks.peers import is_lost, started_with_others
+
+        peers = started_with_others()
+        lost = peers is not None and is_lost(error)
+    if os.environ.get("RELIGHT_TRACEBACK") == "1" or not (by_user or of_run or notes or lost):
         traceback.print_exception(error)
     text = str(error).strip() or type(error).__name__
     text = text.splitlines()[0] if notes else " ".join(text.split())
-    print("\n".join([f"error: {text}", *notes]), file=sys.stderr)
-    return 2 if by_user else 1
+    lines, code = "\n".join([f"error: {text}", *notes]), 2 if by_user else 1
+    if peers is not None:
+        return peers.settle(lines, code, lost)
+    print(lines, file=sys.stderr)
+    return code
 
 
 def raised_here(error: Exception) -> bool:
@@ -485,7 +494,7 @@ def run_cli(command: str, argv: list[str]) -> Any:
     from callbacks.config import RunParser
     from callbacks.config_files import read_pipes
     from callbacks.config_values import dump_yaml, load_yaml
-    from callbacks.ddp import RestartInvariantDDP
+    from callbacks.ddp import RestartInvariantDDP, SameData
     from callbacks.moments import VARIABLE, Moments
     from callbacks.progress import Progress
     from callbacks.run_folder import RunConfig, RunRecord
@@ -502,7 +511,7 @@ def run_cli(command: str, argv: list[str]) -> Any:
     jsonargparse.set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
     jsonargparse.set_dumper("yaml", dump_yaml)
     runs = command in ("fit", "validate")
-    callbacks = [RestartInvariantDDP(), RunRecord(), Progress(), StopSignals(stop)]
+    callbacks = [SameData(), RestartInvariantDDP(), RunRecord(), Progress(), StopSignals(stop)]
     if VARIABLE in os.environ:
         callbacks.append(Moments())
     return cli_class(command, runs)(
@@ -534,7 +543,7 @@ def cli_class(command: str, runs: bool) -> type:
     from callbacks.health import Health
     from callbacks.metrics_csv import MetricsCSV
     from callbacks.moments import reach
-    from callbacks.run_folder import lock
+    from callbacks.run_folder import code_fingerprint, commit, lock, versions
     from callbacks.samples import Samples
     from callbacks.tensorboard import SeamlessTensorBoard
     from callbacks.throughput import Throughput
@@ -551,6 +560,14 @@ def cli_class(command: str, runs: bool) -> type:
         trained = read_trained(file)
         tokenizer = tokenizer_of(trained) if trained.has_tokenizer else None
         return write_export(trained, folder, tokenizer=tokenizer, overwrite=folder.exists())
+
+    def same_everywhere(config: dict[str, Any]) -> dict[str, Any]:
+        facts = flatten(config)
+        for key in ("config", "data.path", "data.tokenizer", "data.num_workers"):
+            facts.pop(key, None)
+        installed = {f"version of {name}": known for name, known in versions().items()}
+        del installed["version of python"]
+        return facts | installed | {"code": f"{code_fingerprint()} (commit {commit()})"}
 
     class LMCLI(LightningCLI):
         @staticmethod
@@ -612,6 +629,7 @@ def cli_class(command: str, runs: bool) -> type:
             if not runs:
                 return None
             trainer: Any = super().instantiate_trainer(**kwargs)
+            trainer.peer_facts = same_everywhere(self.config[command].as_dict())
             for callback in trainer.callbacks:
                 if isinstance(callback, Weights):
                     callback.export = export_weights
@@ -628,10 +646,14 @@ def cli_class(command: str, runs: bool) -> type:
             if is_dry_run(self.trainer):
                 self.read_start(model)
                 return self.trainer.fit(model, weights_only=True, **kwargs)
-            with lock(root) if self.trainer.is_global_zero else contextlib.nullcontext():
+            trainer: Any = self.trainer
+            first = trainer.is_global_zero
+            # Rank 0 decides for all what the run goes on from.
+            trainer.start_elsewhere = lambda: self.read_start(model)
+            with lock(root) if first else contextlib.nullcontext():
                 reach("start-up")
-                found = resolve(ckpt_path, root, starts=True)
-                if found is None:
+                found = resolve(ckpt_path, root, starts=True) if first else None
+                if first and found is None:
                     self.read_start(model)
                 self.trainer.fit(model, ckpt_path=found, weights_only=True, **kwargs)
 
@@ -672,7 +694,9 @@ def cli_class(command: str, runs: bool) -> type:
         def validate(self, model: Any, ckpt_path: str | None = None, **kwargs: Any) -> None:
             if self.trainer.limit_val_batches == 0:
                 raise ValueError("trainer.limit_val_batches is 0: there is nothing to validate on")
-            found = resolve(ckpt_path or "last", Path(self.trainer.default_root_dir))
+            root = Path(self.trainer.default_root_dir)
+            first = self.trainer.is_global_zero
+            found = resolve(ckpt_path or "last", root) if first else None
             self.trainer.validate(
                 model, ckpt_path=found, weights_only=True, verbose=False, **kwargs
             )
@@ -683,6 +707,16 @@ def cli_class(command: str, runs: bool) -> type:
                 )
 
     return LMCLI
+
+
+def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= (
+            flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+    return flat
 
 
 def quiet_libraries() -> None:

@@ -15,6 +15,7 @@ from callbacks.checkpoint_io import AtomicCheckpointIO
 from callbacks.checkpoint_state import plain, random_states, restore_random_states
 from callbacks.metrics_csv import resume_logs, save_logs
 from callbacks.moments import reach
+from callbacks.peers import is_lost
 from callbacks.resume import forget_best, recount, refuse_other_run
 from callbacks.run_folder import contract
 from callbacks.trainer import announce, at_step_edge, is_dry_run, validation_follows
@@ -170,6 +171,8 @@ class AtomicCheckpoint(Checkpoint):
         try:
             trainer.save_checkpoint(path)
         except (OSError, RuntimeError) as error:
+            if is_lost(error):
+                raise  # no fault of the disk: another process is gone, and the run with it
             self._finish(path, verify, error)
             return
         if trainer.is_global_zero:

@@ -8,6 +8,24 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
+from callbacks.run_folder import contract
+
+
+class SameData(Callback):
+    """Compares what the processes of a run make of its data, before the first of them trains."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        ours = cast(Any, trainer)
+        if ours.peers is None:
+            return
+        mine = contract(trainer)
+        for key in ("device", "data.path"):  # nodes may have copies of their own
+            mine.pop(key, None)
+        for number, source in enumerate(ours.datamodule.sources.values()):
+            for split, fingerprint in source.fingerprints.items():
+                mine[f"{split} data fingerprint of source {number}"] = fingerprint
+        ours.peers.agree("data", mine, ours.peer_timeout.total_seconds())
+
 
 class RestartInvariantDDP(Callback):
     """Two passes over a dummy batch before the first step, in fresh and resumed runs alike.

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from callbacks.stop import EXIT_CODES, under_torchrun
 from data.processes import die_with
@@ -88,21 +87,3 @@ def watch_ranks(ranks: list[subprocess.Popen]) -> None:
         os._exit(code)
 
     threading.Thread(target=watch, name="ranks", daemon=True).start()
-
-
-def explain(error: BaseException, strategy: Any) -> None:
-    """Add to an error of a collective which rank is gone, and how to go on."""
-    ranks = getattr(strategy.launcher, "procs", [])
-    is_lost = any(word in str(error) for word in ("gloo", "Connection", "ncclRemoteError"))
-    if not is_lost or getattr(error, "__notes__", None):
-        return
-    until = time.monotonic() + 2 * LOOK
-    while ranks and lost_rank(ranks) is None and time.monotonic() < until:
-        time.sleep(LOOK / 10)
-    lost = lost_rank(ranks)
-    error.add_note(
-        lost[0]
-        if lost
-        else "another rank has ended or cannot be reached, and says itself why unless it was "
-        "killed; the same command goes on from the newest checkpoint"
-    )

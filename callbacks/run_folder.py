@@ -1,6 +1,7 @@
 """The folder of a run: who may write there, and what it says about itself."""
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -162,6 +163,19 @@ def read_record(path: Path) -> tuple[list[Any], str | None]:
                 "begins anew"
             )
         return [], None
+
+
+def code_fingerprint() -> str:
+    """Hash of this code, so that nodes with other checkouts or local changes can tell."""
+    home = Path(__file__).parent.parent
+    files = [
+        home / "cli.py",
+        *(f for part in ("lm", "data", "callbacks") for f in (home / part).iterdir()),
+    ]
+    digest = hashlib.sha256()
+    for file in sorted(file for file in files if file.suffix in (".py", ".cpp")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def versions() -> dict[str, str | None]:

@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from callbacks.checkpoint import AtomicCheckpoint
-from callbacks.parent import explain
 from callbacks.stop import StopRequests, under_torchrun
 from callbacks.throughput import Throughput
 from callbacks.trainer import announce, at_step_edge, validation_follows
@@ -151,12 +150,6 @@ class StopSignals(Checkpoint):
             trainer.local_rank > 0 and not strategy.cluster_environment.creates_processes_externally
         )
         raise SystemExit(0 if launched else self._stop.code(number))
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        if trainer.world_size > 1 and isinstance(exception, RuntimeError):
-            explain(exception, trainer.strategy)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._release()

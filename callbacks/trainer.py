@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -16,12 +17,13 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.launch import Launch, check_processes, read_launch
 from callbacks.parent import watch_ranks
+from callbacks.peers import REPEAT, Peers, hint
 
 Precision = Literal[
     "auto", "bf16-mixed", "16-mixed", "32-true", "bf16-true", "16-true", "64-true",
@@ -194,6 +196,16 @@ def keep_promises(arguments: dict[str, Any]) -> None:
             raise ValueError(f"trainer.{name} is {arguments[name]}: {rule}")
 
 
+def view(place: Path) -> list[Any]:
+    """What a process sees of a run folder or a checkpoint: files and sizes, and the lock's text."""
+    files = [place] if place.is_file() else [*place.glob("*.ckpt"), *place.glob("*/*.ckpt")]
+    lock = place / ".lock"
+    return [
+        sorted([file.name, file.stat().st_size] for file in files),
+        lock.read_text(encoding="utf-8") if lock.is_file() else None,
+    ]
+
+
 class Trainer(LightningTrainer):
     """Lightning's Trainer over one endless epoch, with every interval in optimizer steps."""
 
@@ -226,6 +238,7 @@ class Trainer(LightningTrainer):
         enable_model_summary: bool = False,
         enable_autolog_hparams: bool = False,
         default_root_dir: str = "runs/default",
+        peer_timeout: float | None = None,
         callbacks: list[Callback] | Callback | None = None,
         **kwargs: Any,
     ) -> None:
@@ -262,6 +275,9 @@ class Trainer(LightningTrainer):
             enable_model_summary: Lightning's table of layers.
             enable_autolog_hparams: Lightning's log of hyperparameters; ours is config.yaml.
             default_root_dir: Folder of the run.
+            peer_timeout: Seconds that a process waits for the others, at the start and in every
+                step, before the run ends with an error; unset: 1800. A network that is cut may
+                end the run earlier, by the limits of TCP.
             callbacks: More callbacks, by class path.
         """
         keep_promises(locals())
@@ -282,6 +298,11 @@ class Trainer(LightningTrainer):
             max_steps = val_check_interval = int(fast_dev_run)
             logger = False
             limit_val_batches = 0 if limit_val_batches == 0 else int(fast_dev_run)
+        if peer_timeout is not None and not 0 < peer_timeout < 1e8:
+            raise ValueError(
+                f"trainer.peer_timeout is {peer_timeout}: it must be a number of seconds above 0; "
+                "leave it out for 1800"
+            )
         self.asked_precision = precision
         launch = read_launch()
         plugins = kwargs.pop("plugins", None) or []
@@ -314,6 +335,12 @@ class Trainer(LightningTrainer):
             **kwargs,
         )
         self._check_processes(launch)
+        self.peers: Peers | None = None
+        self.peer_facts: dict[str, Any] = {}
+        self.start_elsewhere: Callable[[], None] = lambda: None
+        self._set_peer_timeout(peer_timeout)
+        if self.world_size > 1:
+            self._know_peers(launch)
         self.fast_dev_run = int(fast_dev_run)
         self._cpu_group: Any = None
         self._leave_signals_alone()
@@ -334,6 +361,46 @@ class Trainer(LightningTrainer):
             )
         if launch.kind == "own":
             os.environ.pop("RANK", None)  # a leftover that the processes it starts would inherit
+
+    def _set_peer_timeout(self, seconds: float | None) -> None:
+        """Set one limit for all waits; a strategy that was given as an object may bring its own."""
+        strategy = cast(Any, self.strategy)
+        if seconds is not None and isinstance(strategy, DDPStrategy):
+            strategy._timeout = timedelta(seconds=seconds)
+        self.peer_timeout: timedelta = getattr(strategy, "_timeout", None) or timedelta(
+            seconds=1800
+        )
+
+    def _know_peers(self, launch: Launch) -> None:
+        """Note where the other processes are met; an error before that is told to them there."""
+        environment = cast(Any, self._accelerator_connector).cluster_environment
+        place = (environment.main_address, environment.main_port)
+        self.peers = Peers(*place, self.global_rank, self.world_size, hint(launch))
+        if launch.kind != "own" or self.num_nodes > 1:
+            Peers.current = self.peers
+        else:
+            # This process starts them: imports take their time on a busy machine.
+            self.peers.hint, self.peers.silence = "this process has started them", REPEAT
+
+    def _meet(self, peers: Peers, ckpt_path: Any) -> Any:
+        """Wait for the other processes, and return what rank 0 resumes from."""
+        peers.children = getattr(self.strategy.launcher, "procs", [])
+        limit = self.peer_timeout.total_seconds()
+        peers.meet(limit, self.peer_facts)
+        path = peers.decide("ckpt_path", None if ckpt_path is None else str(ckpt_path), limit)
+        if self.state.fn == "fit" and not is_dry_run(self):
+            root = Path(self.default_root_dir)
+            peers.agree_on_view(lambda: view(root), str(root), limit)
+        if path is not None and Path(path).suffix == ".ckpt":
+            peers.agree_on_view(lambda: view(Path(path)), path, limit)
+        if path is None and self.global_rank > 0 and self.state.fn == "fit":
+            self.start_elsewhere()
+        return path
+
+    def _run(self, model: Any, ckpt_path: Any = None, weights_only: bool | None = None) -> Any:
+        if self.peers is not None:
+            ckpt_path = self._meet(self.peers, ckpt_path)
+        return super()._run(model, ckpt_path, weights_only)
 
     def _leave_signals_alone(self) -> None:
         # Lightning's handlers save inside an accumulation window, and ask all ranks in every
@@ -356,7 +423,7 @@ class Trainer(LightningTrainer):
         if self.world_size == 1:
             return number
         if self._cpu_group is None:
-            self._cpu_group = torch.distributed.new_group(backend="gloo")
+            self._cpu_group = torch.distributed.new_group(backend="gloo", timeout=self.peer_timeout)
         told = torch.tensor(number)
         torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, self._cpu_group)
         return int(told)
