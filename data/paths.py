@@ -49,7 +49,7 @@ def named_files(word: str) -> list[Path]:
 
 def matching(pattern: str) -> list[Path]:
     """Return what a pattern of glob names, sorted; its ** enters each real folder once."""
-    return sorted({*_matches(Path(), Path(pattern).parts)}, key=str)
+    return sorted({*_matches(Path(), Path(pattern).parts)}, key=str) if pattern else []
 
 
 def _walk(top: Path, seen: Seen) -> Iterator[tuple[Path, list[Path], list[Path]]]:

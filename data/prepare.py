@@ -143,6 +143,8 @@ def prepare_files(
         os.environ["RAYON_NUM_THREADS"] = str(workers)  # of the tokenizers library
     tokenizer = settings.tokenizer and find_tokenizer(settings.tokenizer)
     tokenizer = tokenizer.named(eos=settings.eos, pad=settings.pad) if tokenizer else None
+    if os.path.lexists(output) and not output.is_dir():
+        raise ValueError(f"--output {output} is there and is no folder: name a folder")
     if output.is_dir() and not overwrite:
         refuse_others(output, tokenizer)  # before a pipe is read, which may take hours
     words = {None: inputs, "val": settings.val_input}

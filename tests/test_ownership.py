@@ -59,6 +59,13 @@ def test_files_of_another_program_are_replaced_on_request_alone(run, tmp_path, n
     assert (tmp_path / "o" / "train.bin").read_bytes() == b"a\0b\0c\0\0\1"
 
 
+@pytest.mark.parametrize("target", [None, "nowhere"])
+def test_output_that_is_no_folder_is_refused(run, tmp_path, target):
+    place = tmp_path / "o"
+    place.write_bytes(b"") if target is None else place.symlink_to(target)
+    assert run("abc") == (2, "error: --output o is there and is no folder: name a folder")
+
+
 def test_finished_work_is_not_done_again(run, tmp_path):
     run("abc")
     before = _held(tmp_path / "o")

@@ -31,6 +31,11 @@ def test_links_to_folders_are_followed_and_each_file_counts_once(word):
     assert sorted(map(str, named_files(word))) == ALL
 
 
+@pytest.mark.parametrize("word", ["", "no/*", "in/*.md", "in/real/a.txt/**"])
+def test_word_may_name_nothing(word):
+    assert named_files(word) == []
+
+
 def test_link_to_a_folder_may_be_named_itself():
     assert [*map(str, named_files("in/aa"))] == ["in/aa/c.txt", "in/aa/deep/d.txt"]
 
