@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import difflib
 import io
-import linecache
 import math
 import os
 import random
@@ -16,7 +15,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from callbacks.console import Console, Log, drop_unread, open_standard_streams
+from callbacks.errors import report
 from callbacks.launch import forget_launcher, read_launch
 from callbacks.options import LineParser, finite, integer, local_path, nonempty, utf8
 from callbacks.parent import die_with_parent, hand_over_id
@@ -130,50 +129,6 @@ def overview() -> str:
             "lightning COMMAND --help shows all keys of a command.",
         ]
     )
-
-
-def report(error: Exception) -> int:
-    """Say what went wrong, in one line where the cause is the user's or the machine's."""
-    by_user = isinstance(error, ValueError) and raised_here(error)
-    of_run = isinstance(error, OSError) or (isinstance(error, RuntimeError) and raised_here(error))
-    # Lightning's word for a mistake in the Trainer's arguments; looked up without an import.
-    by_user = by_user or type(error).__name__ == "MisconfigurationException"
-    # What a callback knows to do about an error of PyTorch's, whose own text runs to pages.
-    notes = getattr(error, "__notes__", [])
-    if type(error).__module__.partition(".")[0] in ("wandb", "swanlab"):
-        # Nobody is logged in, or no network is there.
-        notes = ["tracker.offline true keeps figures here, tracker.name null does without"]
-    peers, lost = None, False
-    if "torch.distributed" in sys.modules:
-        from callbacks.peers import is_lost, started_with_others
-
-        peers = started_with_others()
-        lost = peers is not None and is_lost(error)
-    if os.environ.get("RELIGHT_TRACEBACK") == "1" or not (by_user or of_run or notes or lost):
-        traceback.print_exception(error)
-    text = str(error).strip() or type(error).__name__
-    text = text.splitlines()[0] if notes else " ".join(text.split())
-    lines, code = "\n".join([f"error: {text}", *notes]), 2 if by_user else 1
-    if peers is not None:
-        return peers.settle(lines, code, lost)
-    print(lines, file=sys.stderr)
-    return code
-
-
-def raised_here(error: Exception) -> bool:
-    """Whether our own code raised it on purpose, rather than something that it called."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    if place is None:
-        return False
-    home = Path(__file__).resolve().parent
-    path = Path(place.tb_frame.f_code.co_filename).resolve()
-    ours = path.is_relative_to(home) and path.relative_to(home).parts[0] in (
-        *("lm", "data", "callbacks"),
-        "cli.py",
-    )
-    return ours and linecache.getline(str(path), place.tb_lineno).lstrip().startswith("raise")
 
 
 # Commands over a run's configuration
