@@ -952,16 +952,27 @@ def read_trained(place: Path, key: str = "--ckpt_path") -> Any:
     """Read a run folder's newest whole checkpoint, a checkpoint, a weights-only file, or a folder
     of Hugging Face's form.
     """
+    import zipfile
+
     from callbacks.checkpoint_files import WEIGHTS, checkpoints, newest_whole, read_checkpoint
     from callbacks.trainer import announce
+    from lm.hf import names_model
     from lm.trained import from_checkpoint, from_folder, from_weights_file
 
     if not place.exists():
-        raise ValueError(f"{key} {place} does not exist; give a run folder or a checkpoint")
-    if (place / "config.json").is_file() and not checkpoints(place):
+        raise ValueError(
+            f"{key} {place} does not exist; give a {TRAINED}, each as a path on this machine"
+        )
+    if names_model(place) and not checkpoints(place):
         return from_folder(place)
     if (place / WEIGHTS).is_file() and not checkpoints(place):
         return from_weights_file(place / WEIGHTS)
+    known = place.suffix in (".ckpt", ".safetensors") or not place.is_file()
+    if not known and not zipfile.is_zipfile(place):
+        raise ValueError(
+            f"{key} {place} is no checkpoint and no weights file by its content: give one, or of a "
+            "model in Hugging Face's form the folder"
+        )
     path = newest_whole(place, announce) if place.is_dir() else place
     if path.suffix == ".safetensors":
         return from_weights_file(path)

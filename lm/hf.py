@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lm.finite import few
 from lm.model import ModelConfig
 
 # By whether queries and keys are normed, and whether there are experts.
@@ -27,6 +28,7 @@ MODEL_TYPES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PREFIX, BARE = "model.", "norm.weight"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DEFAULT_THETA = {"MixtralForCausalLM": 1e6}
 DEFAULT_EPS = {"MixtralForCausalLM": 1e-5}
@@ -45,6 +47,30 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([], None),
     "decoder_sparse_step": (1, None),
 }
+# Types of what a configuration is made of.
+WHOLE, NUMBER, PERHAPS = (int,), (int, float), (int, type(None))
+TYPES: dict[str, tuple[type, ...]] = {
+    "vocab_size": WHOLE,
+    "hidden_size": WHOLE,
+    "num_hidden_layers": WHOLE,
+    "num_attention_heads": WHOLE,
+    "num_key_value_heads": PERHAPS,
+    "head_dim": PERHAPS,
+    "intermediate_size": WHOLE,
+    "moe_intermediate_size": WHOLE,
+    "num_local_experts": WHOLE,
+    "num_experts": WHOLE,
+    "num_experts_per_tok": WHOLE,
+    "max_position_embeddings": WHOLE,
+    "sliding_window": PERHAPS,
+    "rms_norm_eps": NUMBER,
+    "rope_theta": NUMBER,
+    "rope_parameters": (dict, type(None)),
+    "rope_scaling": (dict, type(None)),
+    "tie_word_embeddings": (bool, type(None)),
+}
+POINTER = b"version https://git-lfs"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def architecture(config: ModelConfig) -> str:
@@ -117,13 +143,30 @@ def from_hf_config(content: dict[str, Any], source: Path) -> ModelConfig:
     Raises:
         ValueError: it is of a model that ours cannot be, named with what can.
     """
-    kind = ", ".join(content.get("architectures") or ["no architecture"])
-    if kind not in MODEL_TYPES:
+    named = content.get("architectures") or []
+    named = [named] if isinstance(named, str) else named
+    # Transformers goes by the type; a trunk that was saved alone names a class without a head.
+    trunks = {kind.replace("ForCausalLM", "Model"): kind for kind in MODEL_TYPES}
+    by_type = {name: kind for kind, name in MODEL_TYPES.items()}.get(content.get("model_type", ""))
+    known = [trunks.get(name, name) for name in named] or [by_type]
+    kind = next((name for name in known if name in MODEL_TYPES), None)
+    if kind is None:
         raise ValueError(
-            f"{source} is of {kind}, which is not supported: {', '.join(MODEL_TYPES)} are"
+            f"{source} is of {', '.join(named) or 'no architecture'}, which is not supported: "
+            f"{', '.join(MODEL_TYPES)} are"
         )
     experts = kind in EXPERT_NAMES
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    wrong = [
+        f"{name} is {content[name]!r}"
+        for name, types in TYPES.items()
+        if name in content and type(content[name]) not in types
+    ]
+    # In transformers' order.
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    if not wrong and type(rope.get("rope_theta", 1)) not in NUMBER:
+        wrong = [f"rope_theta is {rope['rope_theta']!r}"]
+    if wrong:
+        raise ValueError(f"{source} is damaged ({', '.join(wrong)}): fetch it again")
     faults = [
         f"{name} is {content[name]}"
         for name, values in PLAIN.items()
@@ -136,6 +179,10 @@ def from_hf_config(content: dict[str, Any], source: Path) -> ModelConfig:
         faults.append(f"sliding_window is {window}")
     if kind == "Qwen3MoeForCausalLM" and not content.get("norm_topk_prob", False):
         faults.append("norm_topk_prob is false")
+    if content.get("model_type", MODEL_TYPES[kind]) != MODEL_TYPES[kind]:
+        faults.append(f"model_type is {content['model_type']}")
+    if content.get("quantization_config"):
+        faults.append("quantised weights (quantization_config)")
     if faults:
         raise ValueError(f"{source} has what is not supported: {', '.join(faults)}")
     theta = rope.get("rope_theta", content.get("rope_theta", DEFAULT_THETA.get(kind, 1e4)))
@@ -149,7 +196,7 @@ def from_hf_config(content: dict[str, Any], source: Path) -> ModelConfig:
             head_dim=content.get("head_dim", 128 if kind == "Qwen3ForCausalLM" else None),
             ffn_dim=content["moe_intermediate_size" if "Moe" in kind else "intermediate_size"],
             max_seq_len=content["max_position_embeddings"],
-            tie_embeddings=content.get("tie_word_embeddings", False),
+            tie_embeddings=bool(content.get("tie_word_embeddings")),
             qk_norm="Qwen3" in kind,
             n_experts=(
                 content.get("num_local_experts", content.get("num_experts")) if experts else None
@@ -160,6 +207,8 @@ def from_hf_config(content: dict[str, Any], source: Path) -> ModelConfig:
         )
     except KeyError as error:
         raise ValueError(f"{source} lacks {error}: fetch it again") from error
+    except ValueError as error:
+        raise ValueError(f"{source} is of a model that cannot be: {error}") from error
 
 
 def to_hf_weights(
@@ -279,7 +328,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: it is missing or damaged.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise ValueError(f"{path} does not exist: fetch the folder again") from error
     except ValueError as error:
@@ -289,18 +338,52 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def names_model(folder: Path) -> bool:
+    """Whether a folder holds files by which Hugging Face's form is known."""
+    names = ("config.json", "adapter_config.json", WEIGHTS, INDEX)
+    return any((folder / name).is_file() for name in names)
+
+
+def is_pointer(path: Path) -> bool:
+    """Whether a file is what Git LFS leaves where it did not fetch."""
+    with path.open("rb") as file:
+        return file.read(len(POINTER)) == POINTER
+
+
+def refuse_unfit_files(folder: Path) -> None:
+    """Refuse a folder whose files are not what their names say, or not all that the model is of.
+
+    Raises:
+        ValueError: one is a pointer that Git LFS left, or the weights belong to another model's.
+    """
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+        if path.is_file() and is_pointer(path):
+            raise ValueError(
+                f"{path} is a pointer of Git LFS and not the file: get it by git lfs pull"
+            )
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{folder} holds an adapter (adapter_config.json), which is only a part of a model: "
+            "merge it by peft's merge_and_unload and save the whole with save_pretrained"
+        )
+
+
 def read_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Our configuration and our weights of a Hugging Face folder.
 
     Raises:
         ValueError: of a file or a model that cannot be taken.
     """
+    refuse_unfit_files(folder)
     config = from_hf_config(read_json(folder / "config.json"), folder / "config.json")
     # In transformers' order: an index beside one whole file is left over from an older save.
     if (folder / WEIGHTS).is_file():
         files = [WEIGHTS]
     elif (folder / INDEX).is_file():
-        files = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+        where = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+            raise ValueError(f"{folder / INDEX} names no files: fetch it again")
+        files = sorted(set(where.values()))
     else:
         raise ValueError(
             f"{folder} holds no {WEIGHTS} and no {INDEX}: weights are read as safetensors only; "
@@ -309,6 +392,14 @@ def read_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     weights: dict[str, Tensor] = {}
     for file in files:
         weights |= read_safetensors(folder / file)[0]
+    if odd := [f"{name} as {t.dtype}" for name, t in weights.items() if t.dtype not in FLOATS]:
+        raise ValueError(
+            f"{folder} holds {few(odd)}: weights must be floating-point numbers of 16 bits or "
+            "more; save them so with transformers' dequantize and save_pretrained"
+        )
+    if PREFIX + BARE not in weights and BARE in weights:
+        # The trunk was saved without the model around it.
+        weights = {name if name == HEAD else PREFIX + name: t for name, t in weights.items()}
     # Old exports hold the rotary frequencies, which the configuration tells.
     weights = {name: t for name, t in weights.items() if "rotary_emb" not in name}
     both = weights.get(EMBEDDING), weights.get(HEAD)

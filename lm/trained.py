@@ -118,7 +118,8 @@ def from_folder(folder: Path) -> Trained:
     config, weights = read_folder(folder)
     if faults := differences(weights, config):
         raise ValueError(
-            f"{folder} does not hold what its config.json says: {few(faults)}; fetch it again"
+            f"{folder} does not hold what its config.json says: {few(faults)}; fetch the "
+            "folder again, or save the model anew with transformers' save_pretrained"
         )
     return Trained(
         config=config, weights=weights, source=folder, tokenizer_path=folder / "tokenizer.json"

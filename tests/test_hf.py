@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,15 @@ def test_large_models_are_cut_into_files_that_transformers_joins(tmp_path: Path)
         ({"attention_bias": True}, "not supported: attention_bias is True"),
         ({"hidden_act": "gelu", "mlp_bias": True}, "hidden_act is gelu, mlp_bias is True"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"hidden_size": "64"}, "is damaged (hidden_size is '64'): fetch it again"),
+        ({"hidden_size": 64.0}, "is damaged (hidden_size is 64.0): fetch it again"),
+        ({"rope_parameters": "x"}, "is damaged (rope_parameters is 'x'): fetch it again"),
+        ({"rope_parameters": {"rope_theta": "1"}}, "(rope_theta is '1'): fetch it again"),
+        ({"max_position_embeddings": 0}, "is of a model that cannot be: data.seq_len is 0"),
+        ({"rope_scaling": {"type": "linear"}}, "not supported: rope_type is linear"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+        ({"model_type": "mistral"}, "not supported: model_type is mistral"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "which is not supported: Llama"),
     ],
 )  # fmt: skip
 def test_what_our_model_cannot_be_is_named(change: dict[str, Any], told: str):
@@ -267,3 +277,58 @@ def test_one_whole_file_counts_before_an_index_of_shards(tmp_path: Path, newer: 
     ours = from_folder(tmp_path).weights["model.norm.weight"]
     assert torch.equal(ours, theirs.model.norm.weight)
     assert torch.equal(ours, second.model.norm.weight)
+
+
+@pytest.mark.parametrize("named", [None, [], "LlamaForCausalLM", ["LlamaModel"]])
+def test_a_trunk_that_was_saved_alone_is_read_by_its_type(tmp_path: Path, named: Any):
+    model = network("llama")
+    write(model, tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text()) | {"architectures": named}
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    weights = load_file(tmp_path / "model.safetensors")
+    weights = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        ours = from_folder(tmp_path).model().eval()(ids)
+        torch.testing.assert_close(ours, theirs(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("model.safetensors", "version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git "
+         "LFS and not the file: get it by git lfs pull"),
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git "
+         "LFS and not the file: get it by git lfs pull"),
+        ("adapter_config.json", "{}", "holds an adapter (adapter_config.json), which is only a "
+         "part of a model: merge it by peft's merge_and_unload and save the whole with "
+         "save_pretrained"),
+    ],
+)  # fmt: skip
+def test_files_that_are_not_the_model_are_named(tmp_path: Path, name: str, content: str, told: str):
+    write(network("llama"), tmp_path)
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    place = tmp_path if name == "adapter_config.json" else tmp_path / name
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{place} {told}')}$"):
+        from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["null", '{"model.norm.weight": 1}', "[]"])
+def test_an_index_that_names_no_files_is_refused(tmp_path: Path, where: str):
+    write(network("llama-untied"), tmp_path, most_bytes=40_000.0)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(f'{{"weight_map": {where}}}', encoding="utf-8")
+    with pytest.raises(ValueError, match=f"^{index} names no files: fetch it again$"):
+        from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(tmp_path: Path, kind: torch.dtype):
+    write(network("llama"), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(kind)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"holds model\.norm\.weight as {kind}: weights must be"):
+        from_folder(tmp_path)
