@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -37,6 +38,7 @@ TIES = 0.01
 MOST_POSITIONS = 1024  # that logits are compared at
 # The line by which an export is known, and the names of its files.
 EXPORTED = "Exported by Relight"
+SEAL = "\n<!-- CRC32: "
 FILES = ("config.json", "generation_config.json", WEIGHTS, INDEX, "README.md")
 FILES += ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 SHARDS = "model-?????-of-?????.safetensors"
@@ -124,7 +126,7 @@ def export(
                 tokenizer, folder, config.max_seq_len, begins_with_bos(trained, tokenizer)
             )
         card = model_card(trained, dtype, needed, size)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        (folder / "README.md").write_text(seal(folder, card), encoding="utf-8", newline="\n")
         lines = [*compared(trained, folder, kind, size, tokenizer)]
     what = f"{output}: {content['architectures'][0]}, {dtype}, {needed / 1e6:.1f} MB"
     if size < config.vocab_size:
@@ -142,11 +144,15 @@ def check_place(output: Path, overwrite: bool) -> None:
     Raises:
         ValueError: something is there that is not to be replaced.
     """
-    if output.is_dir() and not any(output.iterdir()):
-        if output.is_mount():
-            raise ValueError(f"--output {output} is a mount point: give a folder inside it")
-        return
-    if not output.exists():
+    place = output.resolve()
+    # Something else is put under the name, which would leave both of them as they were.
+    if place.is_mount() or place == Path.cwd():
+        what = "a mount point" if place.is_mount() else "the current folder"
+        raise ValueError(f"--output {output} is {what}: give a folder inside it")
+    above = next(folder for folder in place.parents if folder.exists())
+    if not above.is_dir():
+        raise ValueError(f"--output {output} would lie in {above}, which is a file: give a folder")
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not is_export(output):
         raise ValueError(
@@ -162,14 +168,48 @@ def check_place(output: Path, overwrite: bool) -> None:
             f"--output {output} holds {', '.join(others)}, which no export writes and --overwrite "
             "would delete: move it away, or give another folder"
         )
+    if others := changed(output):
+        raise ValueError(
+            f"--output {output} holds {', '.join(others)}, which changed since the export and "
+            "--overwrite would delete: give another folder"
+        )
 
 
 def is_export(folder: Path) -> bool:
     """Whether a folder is one that `export` wrote, by the line in its card."""
     try:
-        return EXPORTED in (folder / "README.md").read_text(encoding="utf-8")
+        lines = (folder / "README.md").read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return False
+    return any(line.startswith(EXPORTED) for line in lines)
+
+
+def seal(folder: Path, card: str) -> str:
+    """A card with the checksums of itself and of the weights in a folder."""
+    sums = {path.name: checksum(path.read_bytes()) for path in folder.glob("*.safetensors")}
+    return f"{card}{SEAL}{json.dumps(sums | {'README.md': checksum(card.encode())})} -->\n"
+
+
+def changed(folder: Path) -> list[str]:
+    """The card and files of weights that are not as `export` wrote them.
+
+    None of a folder without checksums. Other files cost nobody more than a moment.
+    """
+    card, seal, text = (folder / "README.md").read_text(encoding="utf-8").partition(SEAL)
+    if not seal:
+        return []
+    try:
+        sums = json.loads(text.removesuffix(" -->\n"))
+    except ValueError:
+        return ["README.md"]
+    contents = {path.name: path.read_bytes for path in sorted(folder.glob("*.safetensors"))}
+    contents["README.md"] = card.encode
+    return [name for name, read in contents.items() if sums.get(name) != checksum(read())]
+
+
+def checksum(content: bytes) -> str:
+    """CRC32 as hexadecimal digits."""
+    return f"{zlib.crc32(content):08x}"
 
 
 def is_own_name(path: Path) -> bool:

@@ -182,6 +182,33 @@ def test_a_model_of_others_is_left_alone(place: Path, card: str | bytes | None, 
     )
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "README.md"])
+def test_a_file_that_changed_since_the_export_is_never_deleted(exported: Path, name: str):
+    exporting.check_place(exported, True)
+    content = (exported / name).read_bytes()
+    (exported / name).write_bytes(content + b"mine")
+    told = refused_place(exported, True)
+    (exported / name).write_bytes(content)
+    assert told == (
+        f"--output {exported} holds {name}, which changed since the export and --overwrite would "
+        "delete: give another folder"
+    )
+
+
+def test_the_current_folder_and_a_place_under_a_file_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert refused_place(Path(), False) == (
+        "--output . is the current folder: give a folder inside it"
+    )
+    (tmp_path / "file").touch()
+    assert refused_place(tmp_path / "file/deep/out", True) == (
+        f"--output {tmp_path / 'file/deep/out'} would lie in {tmp_path / 'file'}, which is a file: "
+        "give a folder"
+    )
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_file_is_no_folder_to_replace(tmp_path: Path, overwrite: bool):
     (tmp_path / "out").touch()
