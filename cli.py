@@ -954,7 +954,7 @@ def read_trained(place: Path, key: str = "--ckpt_path") -> Any:
     """
     import zipfile
 
-    from callbacks.checkpoint_files import WEIGHTS, checkpoints, newest_whole, read_checkpoint
+    from callbacks.checkpoint_files import WEIGHTS, checkpoints, read_checkpoint, read_newest
     from callbacks.trainer import announce
     from lm.hf import names_model
     from lm.trained import from_checkpoint, from_folder, from_weights_file
@@ -973,10 +973,12 @@ def read_trained(place: Path, key: str = "--ckpt_path") -> Any:
             f"{key} {place} is no checkpoint and no weights file by its content: give one, or of a "
             "model in Hugging Face's form the folder"
         )
-    path = newest_whole(place, announce) if place.is_dir() else place
-    if path.suffix == ".safetensors":
-        return from_weights_file(path)
-    return from_checkpoint(read_checkpoint(path), path)
+    if place.is_dir():
+        path, content = read_newest(place, announce)
+        return from_checkpoint(content, path)
+    if place.suffix == ".safetensors":
+        return from_weights_file(place)
+    return from_checkpoint(read_checkpoint(place), place)
 
 
 def tokenizer_of(trained: Any, path: str | None = None) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from callbacks.checkpoint_files import newest_whole, read_checkpoint
+from callbacks.checkpoint_files import read_newest
 from data.memmap import TokenStream, open_token_file
 from data.tokenizer import TextTokenizer
 from data.windows import Windows
@@ -74,8 +74,7 @@ def xz_bits_per_byte(corpus: Path, tokenizer: TextTokenizer) -> float:
 
 @torch.inference_mode()
 def main(run: Path, corpus: Path) -> None:
-    path = newest_whole(run, print)
-    checkpoint = read_checkpoint(path)
+    path, checkpoint = read_newest(run, print)
     trained = from_checkpoint(checkpoint, path)
     config, model = trained.config, trained.model().eval()
     tokenizer = TextTokenizer.load(run / "tokenizer.json")

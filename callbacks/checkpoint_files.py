@@ -79,8 +79,6 @@ def unreadable(error: OSError, path: Path) -> OSError:
 def unusable(path: Path) -> str | None:
     """Why a checkpoint or a weights-only file must not be used, or None.
 
-    It is damaged, or tensors are not finite.
-
     Raises:
         OSError: the system cannot read the file.
         ValueError: the file is whole and no checkpoint, or weights are damaged.
@@ -88,7 +86,16 @@ def unusable(path: Path) -> str | None:
     if path.suffix == ".safetensors":
         from_weights_file(path)
         return None
-    return damage(path) or non_finite_state(_load(path))
+    found = _contents(path)
+    return found if isinstance(found, str) else None
+
+
+def _contents(path: Path) -> dict[str, Any] | str:
+    """Contents of a checkpoint, or why they must not be used: damage, tensors not finite."""
+    if fault := damage(path):
+        return fault
+    content = _load(path)
+    return non_finite_state(content) or content
 
 
 def non_finite_state(checkpoint: dict[str, Any]) -> str | None:
@@ -101,8 +108,10 @@ def non_finite_state(checkpoint: dict[str, Any]) -> str | None:
     return f"not finite: {few(bad)}" if bad else None
 
 
-def newest_whole(folder: Path, say: Callable[[str], None]) -> Path:
-    """Newest usable checkpoint of a folder by step number; unusable newer ones are named.
+def read_newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+    """Newest usable checkpoint of a folder by step number, and its contents.
+
+    Unusable newer ones are named.
 
     Raises:
         OSError: the system cannot read a file.
@@ -111,17 +120,17 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Path:
     faults = []
     for _, path in checkpoints(folder):
         try:
-            fault = unusable(path)
+            found = _contents(path)
         except FileNotFoundError:
             if os.path.lexists(path):
                 raise
             # A run that goes on has newer ones, and keeps this one no more.
-            return newest_whole(folder, say)
-        if fault is None:
+            return read_newest(folder, say)
+        if not isinstance(found, str):
             for line in faults:
                 say(f"warning: passed over {line}")
-            return path
-        faults.append(f"{path}: {fault}")
+            return path, found
+        faults.append(f"{path}: {found}")
     if not faults:
         refuse_weights_alone(folder)
         raise ValueError(f"{folder} holds no checkpoint (step-00000000.ckpt …); train first")
@@ -189,7 +198,7 @@ def resolve(ckpt_path: str | None, root: Path, starts: bool = False) -> Path | N
         raise ValueError(f"{root} holds no checkpoint; train first, or name one by --ckpt_path")
     if ckpt_path == "last":
         return root
-    newest = read_checkpoint(newest_whole(root, announce))
+    _, newest = read_newest(root, announce)
     best = newest["callbacks"]["AtomicCheckpoint"]["best"]
     if not best:
         raise ValueError(f"{root} has no best checkpoint: nothing was validated yet")
@@ -212,12 +221,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give a run folder or a checkpoint file")
-    if fault := damage(path):
-        raise ValueError(f"{path} is not a whole checkpoint: {fault}; {_sound_one_beside(path)}")
-    content = _load(path)
-    if fault := non_finite_state(content):
-        raise ValueError(f"{path} is of no use: {fault}; {_sound_one_beside(path)}")
-    return content
+    found = _contents(path)
+    if isinstance(found, str):
+        raise ValueError(f"{path} is of no use: {found}; {_sound_one_beside(path)}")
+    return found
 
 
 def _sound_one_beside(path: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
 
-from callbacks.checkpoint_files import newest_whole, read_checkpoint, write_checkpoint
+from callbacks.checkpoint_files import read_checkpoint, read_newest, write_checkpoint
 from callbacks.checkpoint_state import Copies
 from callbacks.trainer import announce
 
@@ -59,10 +59,11 @@ class AtomicCheckpointIO(CheckpointIO):
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         found: Path | OSError | ValueError = Path(path)
+        checkpoint = None
         if found.is_dir():
             if self.trainer.is_global_zero:
                 try:
-                    found = newest_whole(found, announce)
+                    found, checkpoint = read_newest(found, announce)
                 except (OSError, ValueError) as error:
                     found = error
             found = self.trainer.strategy.broadcast(found)
@@ -70,7 +71,8 @@ class AtomicCheckpointIO(CheckpointIO):
                 raise found
             if isinstance(found, ValueError):
                 raise ValueError(str(found))
-        checkpoint = read_checkpoint(found)
+        if checkpoint is None:
+            checkpoint = read_checkpoint(found)
         self.check(checkpoint)
         what = "resuming from" if self.trainer.state.fn == "fit" else "evaluating"
         announce(f"{what} {found} at step {checkpoint['global_step']}")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from callbacks.checkpoint_files import checkpoints, newest_whole, read_checkpoint
+from callbacks.checkpoint_files import checkpoints, read_newest
 from callbacks.moments import MOMENTS, VARIABLE
 from callbacks.run_folder import lock
 
@@ -299,7 +299,7 @@ def compare(whole: Path, killed: Path) -> list[tuple[str, int]]:
         for name in sorted(one.keys() | other.keys()):
             if (here := one.get(name)) != (there := other.get(name)):
                 found.append((f"step {one['step']} {name}: {here} and {there}", 1))
-    final = [read_checkpoint(newest_whole(run, print)) for run in (whole, killed)]
+    final = [read_newest(run, print)[1] for run in (whole, killed)]
     for key in COMPARED:
         found += differences(final[0].get(key), final[1].get(key), key)
     if [step for step, _ in checkpoints(whole)] != [step for step, _ in checkpoints(killed)]:

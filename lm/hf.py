@@ -1,6 +1,7 @@
 """A model in Hugging Face's form: `config.json`, the names of its weights, and their files."""
 
 import json
+import stat
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -300,8 +301,12 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     Raises:
         OSError: the disk refuses.
     """
+    # The library leaves a file that its owner alone may read.
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
     try:
         save_file(tensors, path, metadata=metadata)
+        path.chmod(mode)
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from error
 

@@ -21,8 +21,8 @@ from callbacks.checkpoint import AtomicCheckpoint
 from callbacks.checkpoint_files import (
     checkpoints,
     damage,
-    newest_whole,
     read_checkpoint,
+    read_newest,
     resolve,
     tensor_bytes,
     write_checkpoint,
@@ -98,6 +98,7 @@ class Saver:
         self.fast_dev_run = 0
         self.should_stop = False
         self.global_rank = 0
+        self.callbacks: list[Any] = []
         self.loggers: list[Any] = []
         self.state = SimpleNamespace(fn="fit")
         self.lightning_module: Any = SimpleNamespace(skipped_in_row=0)
@@ -236,13 +237,13 @@ def test_order_is_by_number_and_other_names_are_left_out(tmp_path):
 def test_newest_whole_is_step_10_after_step_9(tmp_path):
     write_checkpoint(content(9), tmp_path / "step-9.ckpt")
     write_checkpoint(content(10), tmp_path / "step-10.ckpt")
-    assert newest_whole(tmp_path, unexpected) == tmp_path / "step-10.ckpt"
+    assert read_newest(tmp_path, unexpected)[0] == tmp_path / "step-10.ckpt"
 
 
 def test_newest_is_by_step_whatever_the_times_of_the_files(tmp_path):
     for step in (2, 4, 6):
         os.utime(save(tmp_path, step), (1e9 - step, 1e9 - step))
-    assert newest_whole(tmp_path, unexpected).name == "step-00000006.ckpt"
+    assert read_newest(tmp_path, unexpected)[0].name == "step-00000006.ckpt"
     assert resolve("last", tmp_path) == tmp_path
 
 
@@ -257,7 +258,7 @@ def test_damaged_newest_file_is_named_and_passed_over(tmp_path, harm, text):
     sound, damaged = save(tmp_path, 4), save(tmp_path, 6)
     harm(damaged)
     said: list[str] = []
-    assert newest_whole(tmp_path, said.append) == sound
+    assert read_newest(tmp_path, said.append)[0] == sound
     assert len(said) == 1
     assert said[0].startswith(f"warning: passed over {damaged}: ")
     assert text in said[0]
@@ -269,7 +270,7 @@ UNREADABLE = Path("/proc/self/mem")  # a file that gives EIO
 def test_read_error_is_no_damage(tmp_path):
     save(tmp_path, 4).with_name("step-00000006.ckpt").symlink_to(UNREADABLE)
     path = tmp_path / "checkpoints" / "step-00000006.ckpt"
-    for read in (lambda: newest_whole(tmp_path, unexpected), lambda: read_checkpoint(path)):
+    for read in (lambda: read_newest(tmp_path, unexpected), lambda: read_checkpoint(path)):
         with pytest.raises(OSError, match="Input/output error") as refusal:
             read()
         assert str(refusal.value) == (
@@ -292,7 +293,7 @@ def test_read_error_changes_no_file_and_ends_the_start(run_yaml, lightning, tmp_
 def test_folder_in_place_of_a_checkpoint_is_passed_over(tmp_path):
     sound = save(tmp_path, 4)
     sound.with_name("step-00000006.ckpt").mkdir()
-    assert newest_whole(tmp_path, lambda _: None) == sound
+    assert read_newest(tmp_path, lambda _: None)[0] == sound
 
 
 def test_only_damaged_files_are_an_error_that_names_each(tmp_path):
@@ -303,7 +304,7 @@ def test_only_damaged_files_are_an_error_that_names_each(tmp_path):
     with pytest.raises(
         ValueError, match=f"^all 3 checkpoints of {tmp_path} are damaged"
     ) as refusal:
-        newest_whole(tmp_path, unexpected)
+        read_newest(tmp_path, unexpected)
     assert [str(path) in str(refusal.value) for path in paths] == [True] * 3
     assert str(refusal.value).endswith(
         "); remove them to start at step 0, or bring back a sound copy"
@@ -312,7 +313,7 @@ def test_only_damaged_files_are_an_error_that_names_each(tmp_path):
 
 def test_folder_without_a_checkpoint_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="train first") as refusal:
-        newest_whole(tmp_path, unexpected)
+        read_newest(tmp_path, unexpected)
     assert str(refusal.value) == (
         f"{tmp_path} holds no checkpoint (step-00000000.ckpt …); train first"
     )
@@ -416,7 +417,7 @@ def test_damaged_file_is_refused_and_the_newest_sound_one_named(tmp_path, harm, 
     harm(damaged)
     with pytest.raises(ValueError, match=text) as refusal:
         read_checkpoint(damaged)
-    assert str(refusal.value).startswith(f"{damaged} is not a whole checkpoint: ")
+    assert str(refusal.value).startswith(f"{damaged} is of no use: ")
     assert str(refusal.value).endswith(f"; the newest sound one is {sound}")
 
 
@@ -804,6 +805,22 @@ def test_loading_a_folder_takes_its_newest_whole_file_and_says_which(tmp_path, c
     assert io.load_checkpoint(tmp_path)["global_step"] == 4
     assert checked == [4]
     assert capsys.readouterr().err.splitlines()[1] == f"resuming from {sound} at step 4"
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read so far."""
+    return int(Path("/proc/self/io").read_text("ascii").split()[1])
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints/step-00000004.ckpt"])
+def test_a_checkpoint_is_read_twice_at_most(tmp_path, name):
+    path = tmp_path / "checkpoints" / "step-00000004.ckpt"
+    large = content(4) | {"state_dict": {"net.weight": torch.zeros(1_000_000)}}
+    write_checkpoint(large, path)
+    trainer: Any = Saver(tmp_path)
+    before = bytes_read()
+    AtomicCheckpointIO(trainer, lambda _: None).load_checkpoint(tmp_path / name)
+    assert bytes_read() - before < 2.1 * path.stat().st_size
 
 
 def test_loading_a_folder_of_damaged_files_is_an_error(tmp_path):

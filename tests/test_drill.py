@@ -16,7 +16,7 @@ import torch
 from conftest import Lightning, RunYaml
 
 from callbacks import drill, moments
-from callbacks.checkpoint_files import checkpoints, newest_whole
+from callbacks.checkpoint_files import checkpoints, read_newest
 from callbacks.drill import Outcome, Start, compare, differences, other_split, plan_kills
 from callbacks.moments import MOMENTS, VARIABLE
 from lm.native import find_compiler
@@ -62,7 +62,7 @@ def test_compared_are_the_figures_and_the_weights_of_two_runs(
     lightning("fit", "--config", run_yaml())
     shutil.copytree(one, other)
     assert compare(one, other) == []
-    path = newest_whole(other, print)
+    path = read_newest(other, print)[0]
     checkpoint = torch.load(path, weights_only=True)
     name, weight = next(iter(checkpoint["state_dict"].items()))
     weight.view(torch.int32)[1, 2] ^= 5
@@ -332,7 +332,7 @@ def test_newest_checkpoint_is_looked_for_again_where_the_run_replaced_it_meanwhi
         return is_dir(place)
 
     monkeypatch.setattr(Path, "is_dir", and_the_next_save)
-    assert newest_whole(tmp_path / "run", print) == path
+    assert read_newest(tmp_path / "run", print)[0] == path
 
 
 def test_verify_of_nothing_is_refused(lightning: Lightning, tmp_path: Path):

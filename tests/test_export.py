@@ -501,6 +501,12 @@ def test_weights_alone_are_left_at_the_end(run_folder: Path):
     assert not list(run_folder.glob("*.tmp-*"))
 
 
+def test_files_have_the_mode_that_new_files_have(run_folder: Path, exported: Path):
+    (new := run_folder / "new").touch()
+    files = [path for folder in (run_folder, exported) for path in folder.rglob("*")]
+    assert {path.stat().st_mode for path in files if path.is_file()} == {new.stat().st_mode}
+
+
 def test_a_run_killed_after_its_last_checkpoint_leaves_them_at_its_next_start(
     lightning: Lightning, run_yaml: RunYaml, run_folder: Path
 ):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import Lightning, RunYaml
 
-from callbacks.checkpoint_files import checkpoints, newest_whole, read_checkpoint, write_checkpoint
+from callbacks.checkpoint_files import checkpoints, read_checkpoint, read_newest, write_checkpoint
 from callbacks.way_out import after_non_finite
 from lm.finite import NonFiniteError, few, non_finite
 from lm.optim import lower_rate
@@ -70,7 +70,7 @@ def test_state_that_is_not_finite_is_not_written(tmp_path):
 def test_newest_checkpoint_with_a_bad_number_is_passed_over(run, name):
     spoil(run / "checkpoints" / "step-00000006.ckpt", name)
     said: list[str] = []
-    assert newest_whole(run, said.append).name == "step-00000004.ckpt"
+    assert read_newest(run, said.append)[0].name == "step-00000004.ckpt"
     assert said == [
         f"warning: passed over {run}/checkpoints/step-00000006.ckpt: not finite: {name}"
     ]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from callbacks.checkpoint import AtomicCheckpoint
-from callbacks.checkpoint_files import newest_whole, read_checkpoint
+from callbacks.checkpoint_files import read_newest
 from callbacks.drill import compare, rows
 from callbacks.signals import StopSignals
 from callbacks.stop import EXIT_CODES, REPEAT, StopRequests
@@ -94,7 +94,7 @@ def test_validation_cut_short_is_made_up_and_the_run_ends_with_the_same_bits(
     signal_in_validation(monkeypatch, *calls)
     for _ in calls:
         assert lightning("fit", "--config", config)[0] == 143
-        saved = read_checkpoint(newest_whole(tmp_path / "run", print))
+        _, saved = read_newest(tmp_path / "run", print)
         assert (saved["global_step"], saved["validation_due"]) == (step, True)
     assert lightning("fit", "--config", config)[0] == 0
     assert compare(tmp_path / "whole", tmp_path / "run") == []
