@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -125,8 +126,12 @@ class AtomicCheckpoint(Checkpoint):
         failure = self.wait(trainer)
         diverged = trainer.strategy.broadcast(self._diverged)
         if not diverged and (failure or self._saved_step != trainer.global_step > 0):
-            self._saved_step = -1
-            self.save_now(trainer)
+            if self._saved_step != trainer.global_step:
+                self.save_now(trainer)
+            elif trainer.is_global_zero:
+                # The copy, for an average may have taken the place of the weights since.
+                io = cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io)
+                io.write_again(self._after_write(trainer, verify=True))
             failure = self.wait(trainer)
             diverged = trainer.strategy.broadcast(self._diverged)
         if diverged:
@@ -173,18 +178,26 @@ class AtomicCheckpoint(Checkpoint):
         except (OSError, RuntimeError) as error:
             if is_lost(error):
                 raise  # no fault of the disk: another process is gone, and the run with it
+            self._saved_step = -1
             self._finish(path, verify, error)
             return
         if trainer.is_global_zero:
-            in_row = cast(LMModule, trainer.lightning_module).skipped_in_row
-            finish = functools.partial(
-                self._finish,
-                path,
-                verify,
-                best=self.best.get("step"),
-                sound_until=step - in_row if in_row else None,
-            )
-            cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).then(finish)
+            io = cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io)
+            io.then(self._after_write(trainer, verify))
+
+    def _after_write(
+        self, trainer: Trainer, verify: bool
+    ) -> Callable[[BaseException | None], None]:
+        """What is done after the write of the step just finished, with its error or None."""
+        step = trainer.global_step
+        in_row = cast(LMModule, trainer.lightning_module).skipped_in_row
+        return functools.partial(
+            self._finish,
+            Path(trainer.default_root_dir, FOLDER, file_name(step)),
+            verify,
+            best=self.best.get("step"),
+            sound_until=step - in_row if in_row else None,
+        )
 
     def wait(self, trainer: Trainer) -> str | None:
         """Return when the write in flight is over, on all ranks, with its failure or None."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ class AtomicCheckpointIO(CheckpointIO):
         self._copies = Copies()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._job: Future[None] | None = None
+        self._write: Callable[[], None] | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
+        self._write = None
         try:
             self.wait()
             copy = self._copies.of(checkpoint)
@@ -38,7 +41,14 @@ class AtomicCheckpointIO(CheckpointIO):
             self._job = Future()
             self._job.set_exception(error)
             return
-        self._job = self._thread.submit(write_checkpoint, copy, Path(path))
+        self._write = partial(write_checkpoint, copy, Path(path))
+        self._job = self._thread.submit(self._write)
+
+    def write_again(self, finish: Callable[[BaseException | None], None]) -> None:
+        """Begin to write the last copy once more, for `then`; nothing where copying had failed."""
+        if self._write is not None:
+            self._job = self._thread.submit(self._write)
+            self.then(finish)
 
     def then(self, finish: Callable[[BaseException | None], None]) -> None:
         """Call with the error of the write in flight, or None, when it is over."""

@@ -21,6 +21,7 @@ class Log:
         self.path: Path | None = None
         self._open = ""
         self._waiting: deque[str] = deque(maxlen=MOST_LINES)
+        self.error: OSError | None = None  # of the last write
 
     def write(self, text: str) -> None:
         """Take text as it goes to the console; what overwrites a line of a terminal is left out."""
@@ -34,13 +35,14 @@ class Log:
         if self.path is None or not self._waiting:
             return
         text = "".join(f"{line}\n" for line in self._waiting)
-        # A full disk must not end a run; what waits is tried again with the next line.
-        with (
-            contextlib.suppress(OSError),
-            self.path.open("ab", buffering=0) as file,
-        ):
-            file.write(text.encode("utf-8", errors="backslashreplace"))
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                file.write(text.encode("utf-8", errors="backslashreplace"))
             self._waiting.clear()
+            self.error = None
+        except OSError as error:
+            # A full disk must not end a run; what waits is tried again with the next line.
+            self.error = error
 
 
 class Console:
@@ -68,8 +70,12 @@ class Console:
         return getattr(self.stream, name)
 
 
-def keep_log(folder: Path) -> None:
-    """Append what this process says, from its first line on, to the log in a run folder."""
+def keep_log(folder: Path) -> OSError | None:
+    """Append what this process says, from its first line on, to the log in a run folder.
+
+    Returns the error where that fails; lines that wait are tried again with the next one.
+    """
+    failed = None
     for stream in (sys.stdout, sys.stderr):
         log = stream.log if isinstance(stream, Console) else None
         if log is not None and log.path is None:
@@ -77,6 +83,8 @@ def keep_log(folder: Path) -> None:
             log._waiting.appendleft(f"--- {time.strftime('%Y-%m-%d %H:%M:%S%z')} {command}")
             log.path = folder / FILE
             log.add()
+            failed = log.error
+    return failed
 
 
 def open_standard_streams() -> None:

@@ -15,6 +15,8 @@ from torch.utils.tensorboard import FileWriter, SummaryWriter
 from data.atomic import make_folder, naming, sync
 
 FLUSH_SECONDS = 30.0
+# Bytes of events that wait in memory while the disk refuses them; later ones are lost.
+MOST_BYTES = 100_000_000
 
 _number = itertools.count()
 _proto: Any = event_pb2  # its classes are made at import
@@ -38,6 +40,7 @@ class EventFile:
         self._records = RecordWriter(self)
         self._waiting = bytearray()
         self._size = 0  # of what is whole in the file
+        self.lost = 0  # records
         self._flushed = 0.0
         self.add_event(_proto.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
@@ -52,8 +55,11 @@ class EventFile:
             self.flush()
 
     def write(self, data: bytes) -> None:
-        """Take the bytes of a record."""
-        self._waiting += data
+        """Take the bytes of a record, which are lost where too many wait."""
+        if len(self._waiting) < MOST_BYTES:
+            self._waiting += data
+        else:
+            self.lost += 1
 
     def flush(self) -> None:
         """Write the events that wait; a failed write leaves them for the next."""

@@ -11,6 +11,7 @@ from callbacks import symptoms
 from callbacks.run_folder import contract
 from callbacks.symptoms import Seen
 from callbacks.trainer import announce
+from lm.optim import lower_rate
 
 CPU_OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 COMPILERS = ("torch._dynamo", "torch._inductor")
@@ -131,7 +132,7 @@ def values_for(trainer: Trainer) -> dict[str, Any]:
         "compile": None if compiled else "true",
         "no_compile": "false" if compiled else None,
         "links": None if trainer.world_size == 1 else "slow links between devices",
-        "lower_lr": f"{lr / 3:.2g}",
+        "lower_lr": f"{lower_rate(lr):.2g}",
         "higher_lr": f"{lr * 3:.2g}",
         "bf16": "bf16-mixed" if precision.startswith("16") else None,
         "fp32": None if precision.startswith("32") else "32-true",

@@ -5,6 +5,7 @@ import csv
 import io
 import os
 from argparse import Namespace
+from collections import deque
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from callbacks.run_folder import set_aside
 from callbacks.trainer import announce
 from data.atomic import naming, replace_text, sync
+
+# Rows that wait in memory while the disk refuses them: some 100 MB.
+MOST_ROWS = 50_000
 
 
 def resume_logs(trainer: Trainer) -> None:
@@ -119,7 +123,9 @@ class MetricsCSV(Logger):
         self._columns = ["step"]
         self._row: dict[str, Any] = {}
         self._last: int | None = None  # step of the last row on disk
-        self._waiting: list[dict[str, Any]] = []  # rows that could not be written yet
+        # Rows that could not be written yet; the oldest make room for new ones.
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_ROWS)
+        self._lost = 0
         self._left: Any = None  # the file's state after our last write, None where there is none
         self._fails = False
 
@@ -139,7 +145,8 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def resume_at(self, step: int) -> None:
         """Forget the rows past a step: they will be trained again. A torn last line goes too."""
-        self._row, self._waiting = {}, []
+        self._row = {}
+        self._waiting.clear()
         try:
             self._load(step)
         except OSError as error:
@@ -156,12 +163,13 @@ class MetricsCSV(Logger):
     def save(self) -> None:
         """Put the row of the current step on disk."""
         if self._row:
+            self._lost += len(self._waiting) == MOST_ROWS
             self._waiting.append(self._row)
             self._row = {}
         try:
             while self._waiting:
                 self._put(self._waiting[0])
-                self._waiting.pop(0)
+                self._waiting.popleft()
             self._fails = False
         except OSError as error:
             # A full disk must not end a run: what follows may find room again.
@@ -179,8 +187,8 @@ class MetricsCSV(Logger):
 
     def finalize(self, status: str) -> None:
         self.save()
-        if self._waiting:
-            announce(f"warning: {len(self._waiting)} rows are missing in {self.path}")
+        if missing := self._lost + len(self._waiting):
+            announce(f"warning: {missing} rows are missing in {self.path}")
 
     def _say_waiting(self, error: OSError) -> None:
         if not self._fails:

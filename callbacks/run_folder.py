@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_only
 
-from callbacks.console import keep_log
+from callbacks.console import FILE, keep_log
 from callbacks.trackers import KEY, TrackedRun
 from callbacks.trainer import announce, is_dry_run
 from data.atomic import replace_text
@@ -52,11 +52,16 @@ def set_aside(path: Path) -> Path:
     return place
 
 
+def make_room(path: Path) -> None:
+    """Set aside what stands in the place of a file and is none."""
+    if os.path.lexists(path) and not path.is_file():
+        announce(f"warning: {path} is no file: set aside as {set_aside(path)}")
+
+
 def leave(path: Path, text: str) -> None:
     """Write a file that the run itself never needs: where that fails it costs a warning."""
     try:
-        if path.is_dir():
-            announce(f"warning: {path} is a folder: set aside as {set_aside(path)}")
+        make_room(path)
         replace_text(path, text)
     except OSError as error:
         announce(f"warning: {path.name} is not written: {error}; the run goes on")
@@ -118,7 +123,11 @@ class RunRecord(Callback):
         if is_dry_run(trainer):
             return
         root = Path(trainer.default_root_dir)
-        keep_log(root)
+        with contextlib.suppress(OSError):  # to be told by the next lines
+            make_room(root / FILE)
+            make_room(root / "run.json")
+        if failed := keep_log(root):
+            announce(f"warning: {FILE} is not written: {failed}; the run goes on")
         if reason := volatile_folder(root):
             announce(f"warning: {reason}")
         path = root / "run.json"

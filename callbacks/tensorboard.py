@@ -132,3 +132,5 @@ class SeamlessTensorBoard(TensorBoardLogger):
         self.save()
         if self._fails:
             announce(f"warning: the curves in {self._folder} end early")
+        elif self._events is not None and self._events.lost:
+            announce(f"warning: the curves in {self._folder} have gaps")

@@ -114,8 +114,11 @@ class Saver:
         if self.error:
             raise self.error
         io = self.strategy.checkpoint_io
-        io.save_checkpoint(content(self.global_step), path)
+        io.save_checkpoint(self.content(), path)
         io.then(lambda _: self.count_files(path.parent))
+
+    def content(self) -> dict[str, Any]:
+        return content(self.global_step)
 
     def count_files(self, folder: Path) -> None:
         self.most_files = max(self.most_files, len(checkpoints(folder)))
@@ -620,6 +623,20 @@ def test_save_falls_due_by_the_clock_too(tmp_path):
     assert trainer.kept == []
     train(callback, trainer, 2)
     assert trainer.kept == [2]
+
+
+def test_last_save_is_tried_again_with_the_state_of_its_step(tmp_path, monkeypatch):
+    trainer: Any = Saver(tmp_path, max_steps=2)
+    callback = AtomicCheckpoint(every_n_steps=1)
+    weight = WEIGHT.clone()
+    monkeypatch.setattr(trainer, "content", lambda: content(2) | {"state_dict": {"w": weight}})
+    (tmp_path / "checkpoints").touch()
+    train(callback, trainer, 2)
+    (tmp_path / "checkpoints").unlink()
+    weight.zero_()  # as a callback that leaves an average in the place of the weights
+    callback.on_train_end(trainer, NO_MODULE)
+    path = tmp_path / "checkpoints" / "step-00000002.ckpt"
+    assert torch.equal(read_checkpoint(path)["state_dict"]["w"], WEIGHT)
 
 
 def test_later_save_makes_up_for_a_failed_one(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from callbacks.console import Console, Log, drop_unread
+from callbacks.console import Console, Log, drop_unread, keep_log
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,6 +47,19 @@ def test_closed_stream_is_written_to_without_an_error(log: Log):
 
 def test_console_is_its_stream_in_all_else():
     assert Console(sys.__stdout__ or io.StringIO(), Log()).isatty() == os.isatty(1)
+
+
+def test_log_that_cannot_be_written_gives_its_error_once_and_keeps_its_lines(tmp_path, monkeypatch):
+    stream: Any = Console(io.StringIO(), Log())
+    monkeypatch.setattr("sys.stderr", stream)
+    print("step 1", file=stream)
+    error = keep_log(tmp_path / "missing")
+    assert error
+    assert error.filename == str(tmp_path / "missing" / "console.log")
+    (tmp_path / "missing").mkdir()
+    print("step 2", file=stream)
+    lines = (tmp_path / "missing" / "console.log").read_text(encoding="utf-8").splitlines()
+    assert lines[1:] == ["step 1", "step 2"]
 
 
 def test_lines_before_the_file_is_known_come_first(tmp_path: Path):

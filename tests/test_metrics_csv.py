@@ -155,6 +155,20 @@ def test_rows_that_find_no_room_are_written_when_there_is_some(tmp_path, capsys,
     ]  # fmt: skip
 
 
+def test_the_newest_rows_wait_and_the_others_are_counted(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("callbacks.metrics_csv.MOST_ROWS", 3)
+    logger = MetricsCSV(tmp_path)
+    with full_disk(3):
+        log_steps(logger, range(1, 8))
+    logger.finalize("success")
+    assert [line.split(",")[0] for line in content(tmp_path).splitlines()] == [
+        *("step", "5", "6", "7")
+    ]
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"warning: 4 rows are missing in {logger.path}"
+    )
+
+
 def test_rows_that_never_find_room_are_counted_at_the_end(tmp_path, capsys):
     logger = MetricsCSV(tmp_path)
     with full_disk(3):

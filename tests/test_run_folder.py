@@ -155,6 +155,17 @@ def test_folder_in_the_place_of_a_file_is_set_aside(tmp_path, capsys, name):
     assert (tmp_path / name).is_file()
 
 
+@pytest.mark.parametrize("name", ["run.json", "console.log"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path)])
+def test_what_is_no_file_is_set_aside_unread(tmp_path, capsys, name, make):
+    make(tmp_path / name)
+    record(tmp_path)
+    aside = tmp_path / f"{name}.set-aside"
+    told = f"warning: {tmp_path / name} is no file: set aside as {aside}"
+    assert capsys.readouterr().err.count(told) == 1
+    assert os.path.lexists(aside)
+
+
 def test_file_that_cannot_be_written_costs_a_warning(tmp_path, capsys):
     (tmp_path / "file").touch()
     leave(tmp_path / "file" / "run.json", "{}")

@@ -51,6 +51,20 @@ def test_start_over_at_step_0_shows_its_texts_once(tmp_path: Path):
     assert text.tensor_proto.string_val[0] == b"    a plan\n    of two lines"
 
 
+def test_events_that_wait_are_bounded_and_a_gap_is_told(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr("callbacks.event_file.MOST_BYTES", 1_000)
+    logger = SeamlessTensorBoard(tmp_path)
+    logger.resume_at(1)
+    with full_disk(5):
+        for step in range(2, 99):
+            logger.log_metrics({"loss": 1.5}, step)
+            logger.save()
+    logger.finalize("success")
+    assert 0 < len(page(tmp_path).Scalars("loss")) < 30
+    told = f"warning: the curves in {tmp_path / 'tensorboard'} have gaps"
+    assert capsys.readouterr().err.splitlines()[-1] == told
+
+
 def test_figures_that_find_no_room_are_on_the_page_when_there_is_some(tmp_path: Path, capsys):
     logger = SeamlessTensorBoard(tmp_path)
     logger.resume_at(0)
