@@ -96,7 +96,8 @@ class AtomicCheckpoint(Checkpoint):
     ) -> None:
         if not at_step_edge(trainer, batch_idx):
             return
-        if self._diverged is not None:
+        # Of several processes the first alone knows; all end together at the next save.
+        if self._diverged is not None and trainer.world_size == 1:
             raise self._diverged
         if validation_follows(trainer, batch_idx):
             # Beginning to validate draws from them, and a validation cut short begins again.
@@ -168,6 +169,10 @@ class AtomicCheckpoint(Checkpoint):
         step = trainer.global_step
         if is_dry_run(trainer) or step == self._saved_step:
             return
+        if trainer.world_size > 1:
+            self.wait(trainer)
+            if (diverged := trainer.strategy.broadcast(self._diverged)) is not None:
+                raise diverged
         # Figures up to this step must not be lost with a kill or power failure after it.
         save_logs(trainer)
         path = Path(trainer.default_root_dir, FOLDER, file_name(step))

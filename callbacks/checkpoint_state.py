@@ -4,7 +4,7 @@ import copy
 import datetime
 import io
 import random
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, cast
@@ -38,7 +38,22 @@ def _array_from_plain(parts: list[Any]) -> np.ndarray:
     return np.frombuffer(content, dtype).reshape(shape).copy()
 
 
+# What the missing values of a defaultdict are made by, where it can be made again.
+FACTORIES: dict[str | None, Any] = {
+    kind.__name__: kind for kind in (list, dict, set, int, float, str)
+}
+
 STORED = {
+    # An empty bytes alone is pickled as a call, which no reader of plain files makes.
+    "bytes": Stored(
+        bytes, lambda value: value.decode("latin-1"), lambda text: text.encode("latin-1")
+    ),
+    "Counter": Stored(Counter, dict, Counter),
+    "defaultdict": Stored(
+        defaultdict,
+        lambda value: [value.default_factory and value.default_factory.__name__, dict(value)],
+        lambda parts: defaultdict(FACTORIES.get(parts[0]), parts[1]),
+    ),
     "numpy.ndarray": Stored(np.ndarray, _array_to_plain, _array_from_plain),
     "numpy.generic": Stored(
         np.generic, _array_to_plain, lambda parts: _array_from_plain(parts)[()]
@@ -66,21 +81,44 @@ def plain(value: Any, place: str) -> Any:
     Raises:
         ValueError: some part is of a type that only foreign code could make again.
     """
-    if type(value) in PLAIN or isinstance(value, Tensor):
+    try:
+        return _plain(value, place)
+    except RecursionError:
+        raise ValueError(f"a checkpoint cannot hold {place}, which contains itself") from None
+
+
+def _plain(value: Any, place: str) -> Any:
+    if _is_plain(value) or isinstance(value, Tensor):
         return value
-    if isinstance(value, dict):
-        return {
-            _plain_key(key, place): plain(item, f"{place}.{key}") for key, item in value.items()
-        }
-    if type(value) in (list, tuple):
-        return type(value)(plain(item, f"{place}.{i}") for i, item in enumerate(value))
     for name, stored in STORED.items():
-        # An array of records or objects holds more than its bytes; a subclass more than its base.
-        whole = not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in "OV"
-        if isinstance(value, stored.type) and whole and type(value).__module__ in LIBRARIES:
-            return {TYPE: name, "value": plain(stored.to_plain(value), place)}
+        if isinstance(value, stored.type) and _is_whole(value):
+            return {TYPE: name, "value": _plain(stored.to_plain(value), place)}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item, f"{place}.{i}") for i, item in enumerate(value))
+    if isinstance(value, dict) and not isinstance(value, defaultdict):
+        return _kind(value)(
+            (_plain_key(key, place), _plain(item, f"{place}.{key}")) for key, item in value.items()
+        )
     _require_readable(value, place)
     return copy.deepcopy(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in PLAIN and value != b""
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a value is no more than what is stored of it."""
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "OV":
+        return False  # records and objects
+    if isinstance(value, defaultdict) and value.default_factory is not None:
+        return value.default_factory in FACTORIES.values()
+    return type(value).__module__ in LIBRARIES  # a subclass holds more than its base
+
+
+def _kind(value: dict[Any, Any]) -> Any:
+    """Type that a dict is stored as."""
+    return OrderedDict if isinstance(value, OrderedDict) else dict
 
 
 def _plain_key(key: Any, place: str) -> Any:
@@ -91,7 +129,7 @@ def _plain_key(key: Any, place: str) -> Any:
 
 
 def _require_readable(value: Any, place: str) -> None:
-    if type(value) in PLAIN:
+    if _is_plain(value):
         return
     file = io.BytesIO()
     try:
@@ -115,7 +153,7 @@ def original(value: Any) -> Any:
     if isinstance(value, dict):
         if TYPE in value:
             return STORED[value[TYPE]].from_plain(original(value["value"]))
-        return {key: original(item) for key, item in value.items()}
+        return _kind(value)((key, original(item)) for key, item in value.items())
     if type(value) in (list, tuple):
         return type(value)(map(original, value))
     return value
@@ -138,7 +176,7 @@ class Copies:
                 buffer = self._buffers[place] = torch.empty_like(value, device="cpu")
             return buffer.copy_(value)
         if isinstance(value, dict):
-            return {key: self.of(item, *place, key) for key, item in value.items()}
+            return _kind(value)((key, self.of(item, *place, key)) for key, item in value.items())
         if isinstance(value, list | tuple):
             return type(value)(self.of(item, *place, i) for i, item in enumerate(value))
         return value

@@ -386,12 +386,14 @@ class LMModule(LightningModule):
         return int(self._skipped[0])
 
     def on_train_end(self) -> None:
+        self._refuse_skips_at_the_end(self.trainer.global_step, self.skipped_in_row)
+
+    def _refuse_skips_at_the_end(self, step: int, skipped: int) -> None:
         # An outlier, or an overflow of the scaled loss in fp16, costs a step or two.
-        if (skipped := self.skipped_in_row) > 2:
-            step, loss = self.trainer.global_step, self.step_figures()["train/loss"]
+        if skipped > 2:
             raise NonFiniteError(
-                f"the run ended at step {step} with a loss of {loss:g}; the last {skipped} updates "
-                "were skipped because the gradient was not finite",
+                f"the run ended at step {step}; the last {skipped} updates were skipped because "
+                "the gradient was not finite",
                 step - skipped + 1,
             )
 
@@ -528,8 +530,11 @@ class LMModule(LightningModule):
                 "checkpoint of this run"
             )
         self._loaded_losses = {name: checkpoint.get(name) for name in ("train_loss", "val_loss")}
+        in_row, in_all = checkpoint.get("skipped_steps", [0, 0])
+        if self.trainer.training and checkpoint["global_step"] == self.trainer.max_steps:
+            self._refuse_skips_at_the_end(self.trainer.max_steps, in_row)
         # A new start gets all its chances: the count in a row would end it after a step or two.
-        self._skipped = torch.tensor([0, checkpoint.get("skipped_steps", [0, 0])[1]])
+        self._skipped = torch.tensor([0, in_all])
         if self.trainer.training:
             self._keep_own_settings(checkpoint)
 

@@ -97,7 +97,7 @@ class Saver:
         self.enable_validation = self.is_global_zero = True
         self.fast_dev_run = 0
         self.should_stop = False
-        self.global_rank = 0
+        self.global_rank, self.world_size = 0, 1
         self.callbacks: list[Any] = []
         self.loggers: list[Any] = []
         self.state = SimpleNamespace(fn="fit")

@@ -99,12 +99,15 @@ def test_weights_to_begin_with_must_be_finite(lightning, run, run_yaml, tmp_path
     )
 
 
-def test_run_whose_weights_overflow_fails_and_its_advice_works(lightning, run_yaml, tmp_path):
-    config = run_yaml({"model.optim.lr": 1e38, "model.optim.warmup": 0, "trainer.max_steps": 8})
+def test_run_whose_weights_explode_fails_at_every_start_and_its_advice_works(
+    lightning, run_yaml, tmp_path
+):
+    config = run_yaml({"model.optim.lr": 1e18, "model.optim.warmup": 0, "trainer.max_steps": 8})
     code, _, err = lightning("fit", "--config", config)
+    again = lightning("fit", "--config", config)
     error, advice = err.splitlines()[-2:]
-    assert (code, checkpoints(tmp_path / "run")) == (1, [])
-    assert error.startswith("error: the state after step 2 is not finite: state_dict.net.model.")
+    assert (code, again[0], again[2].splitlines()[-2:]) == (1, 1, [error, advice])
+    assert error.startswith("error: the run ended at step 8; the last 7 updates were skipped")
     assert not (tmp_path / "run" / "weights.safetensors").exists()
     command = advice.split(": lightning ")[1].split()
     assert lightning(*command)[0] == 0

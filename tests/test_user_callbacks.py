@@ -1,5 +1,6 @@
 """Callbacks of users: their state survives or is refused by name; averages stay averages."""
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def test_state_of_numpy_and_the_standard_library_comes_back_with_its_types(
     assert "Rich" in stored["callbacks"]
     assert [name for name in RICH if not same(RICH[name], loaded[name])] == []
     assert loaded["window"].maxlen == 4
+    assert loaded["lists"].default_factory is list
 
 
 @pytest.mark.parametrize(("from_step", "kept"), [(0, []), (4, [3, 2])])
@@ -51,9 +53,20 @@ def test_state_that_only_foreign_code_could_make_again_is_refused_by_name(
     )
 
 
-@pytest.mark.parametrize("value", [np.array([object()]), {"a": [lambda: None]}, np.ma.array([1])])
+ITSELF: list[Any] = []
+ITSELF.append(ITSELF)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(np.array([object()]), {"a": [lambda: None]}, np.ma.array([1])),
+        *({b"": 1}, defaultdict(lambda: 1), ITSELF),
+    ],
+    ids=["objects", "lambda", "masked", "key", "factory", "itself"],
+)
 def test_value_that_holds_more_than_plain_ones_is_refused(value: Any):
-    with pytest.raises(ValueError, match=r"a checkpoint cannot hold x"):
+    with pytest.raises(ValueError, match=r"a checkpoint cannot hold (a key of )?x"):
         plain(value, "x")
 
 

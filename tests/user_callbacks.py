@@ -3,7 +3,7 @@
 import enum
 import os
 import signal
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,6 +25,11 @@ RICH: dict[str, Any] = {
     "window": deque([1.5, np.float64(2.5)], maxlen=4),
     "by_step": {np.int64(3): [np.float32(1.0)]},
     "set": {1, 2},
+    "none": np.zeros((0, 3)),
+    "bytes": [b"", b"\xff\0"],
+    "seen": Counter("aab"),
+    "lists": defaultdict(list, a=[np.float32(1.0)]),
+    "recent": OrderedDict(b=1, a=2),
 }
 
 
