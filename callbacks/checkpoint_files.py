@@ -19,7 +19,8 @@ from callbacks.moments import reach, watched
 from callbacks.trainer import announce
 from data.atomic import make_folder, replaced
 from lm.finite import NonFiniteError, few, non_finite
-from lm.trained import from_weights_file
+from lm.hf import names_model
+from lm.trained import from_weights_file, step_of_weights
 
 FOLDER = "checkpoints"
 WEIGHTS = "weights.safetensors"
@@ -148,11 +149,27 @@ def refuse_weights_alone(place: Path) -> None:
         ValueError: says what the file can be used for.
     """
     file = place / WEIGHTS if place.is_dir() else place
-    if file.suffix == ".safetensors" and file.is_file():
+    own = file.name == WEIGHTS or step_of_weights(file) >= 0
+    if file.suffix == ".safetensors" and file.is_file() and own:
         raise ValueError(
             f"{file} holds weights alone, which cannot be resumed or validated: give it to "
             "lightning sample, evaluate or export, or begin another run with it by "
             "--model.from_weights and another trainer.default_root_dir"
+        )
+
+
+def refuse_model_folder(place: Path) -> None:
+    """Refuse a folder of Hugging Face's form, or a file of one, where a checkpoint is asked for.
+
+    Raises:
+        ValueError: says what the folder can be used for.
+    """
+    folder = place if place.is_dir() else place.parent
+    if names_model(folder) and not zipfile.is_zipfile(place):
+        raise ValueError(
+            f"{folder} holds weights alone in Hugging Face's form, which cannot be resumed or "
+            "validated: give the folder to lightning sample, evaluate or export, or begin a run "
+            "with it by --model.from_weights"
         )
 
 
@@ -183,8 +200,9 @@ def resolve(ckpt_path: str | None, root: Path, starts: bool = False) -> Path | N
             raise ValueError(
                 f"ckpt_path {ckpt_path} does not exist; give last, best, a run folder or a file"
             )
-        if not Path(ckpt_path).is_dir():
+        if not checkpoints(Path(ckpt_path)):
             refuse_weights_alone(Path(ckpt_path))
+            refuse_model_folder(Path(ckpt_path))
         place = Path(ckpt_path).resolve()
         if starts and held and root.resolve() not in (place, *place.parents):
             raise ValueError(

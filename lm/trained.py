@@ -216,8 +216,9 @@ def starting_weights(trained: Trained, config: ModelConfig, grow: bool) -> dict[
             f"{trained.config.vocab_size}{way_out}"
         )
     if faults:
+        faults += [few(shapes)] if (shapes := differences(trained.weights, config)) else []
         raise ValueError(
             f"model.from_weights {trained.source} is another model than the run's: "
-            f"{'; '.join(faults + differences(trained.weights, config))}"
+            f"{'; '.join(faults)}"
         )
     return {name: tensor.float() for name, tensor in trained.weights.items()}

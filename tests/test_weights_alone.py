@@ -40,6 +40,23 @@ def test_weights_alone_are_no_checkpoint(
     assert (code, err.splitlines()[-1], weights.read_bytes()) == (2, use(weights), content)
 
 
+@pytest.mark.parametrize("command", ["fit", "validate"])
+@pytest.mark.parametrize("name", ["", "model.safetensors", "config.json"])
+def test_a_folder_of_hugging_face_is_no_checkpoint(
+    weights, lightning, run_yaml, tmp_path, command, name
+):
+    folder = tmp_path / "out"
+    assert lightning("export", "--ckpt_path", weights, "--output", folder)[0] == 0
+    new = {"trainer.default_root_dir": str(tmp_path / "new"), "ckpt_path": str(folder / name)}
+    code, _, err = lightning(command, "--config", run_yaml(new))
+    assert (code, err.splitlines()[-1]) == (
+        2,
+        f"error: {folder} holds weights alone in Hugging Face's form, which cannot be resumed or "
+        "validated: give the folder to lightning sample, evaluate or export, or begin a run with "
+        "it by --model.from_weights",
+    )
+
+
 def test_what_a_refusal_names_works(weights, lightning, run_yaml, tmp_path):
     for place in (weights, weights.parent):
         assert lightning("sample", "--ckpt_path", place, "--prompt", "a")[0] == 0
