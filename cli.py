@@ -26,7 +26,7 @@ from callbacks.errors import report
 from callbacks.launch import forget_launcher, read_launch
 from callbacks.options import LineParser, finite, integer, local_path, nonempty, utf8
 from callbacks.parent import die_with_parent, hand_over_id
-from callbacks.stop import StopRequests, die_of_interrupt
+from callbacks.stop import StopRequests, leave
 
 # Configuration keys that always follow another one.
 LINKS = {
@@ -58,8 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     open_standard_streams()
     die_with_parent()
     codes: list[int] = []
-    # Before the libraries register theirs: so it comes after all other clean-up.
-    atexit.register(lambda: die_of_interrupt() if codes == [130] else None)
+    # Before the libraries register theirs: so it comes after all other clean-up. What Python would
+    # still do takes a second and more, which a stopped run may not have.
+    atexit.register(lambda: leave(*codes) if codes else None)
     codes.append(answer(sys.argv[1:]))
     return codes[0]
 

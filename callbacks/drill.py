@@ -121,11 +121,12 @@ def run_to_the_end(command: list[str], moment: str, seconds: float, say: Say) ->
             process.wait(seconds if moment == "random" else None)
         except subprocess.TimeoutExpired:
             moment = f"random, after {seconds:.1f} s"
-        # The other processes of the run too, and the one that waits for them.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
-        reader.join()
+        finally:
+            # The other processes of the run too, also where a signal ends the drill.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+            reader.join()
     if code not in (0, -signal.SIGKILL):
         raise RuntimeError(f"the run could not go on (exit code {code}): {' '.join(lines[-3:])}")
     text = "\n".join(lines)

@@ -37,12 +37,17 @@ def exit_codes() -> dict[signal.Signals, int]:
 
 def leave_now(number: int) -> None:
     """End this process without any clean-up, with the exit code of a signal."""
+    leave(exit_codes().get(signal.Signals(number), 128 + number))
+
+
+def leave(code: int) -> None:
+    """End this process with an exit code; that of SIGINT by dying of it."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    if number == signal.SIGINT:
+    if code == EXIT_CODES[signal.SIGINT]:
         die_of_interrupt()
-    os._exit(exit_codes().get(signal.Signals(number), 128 + number))
+    os._exit(code)
 
 
 def die_of_interrupt() -> None:
@@ -130,10 +135,11 @@ class StopRequests:
             f"\n{signal.Signals(number).name}, the second signal: left at once; the same command "
             "goes on from the newest checkpoint"
         )
-        # A console that does not take it must not keep the process.
-        said = threading.Thread(target=print, args=(line,), kwargs={"file": sys.stderr})
-        said.daemon = True
-        if self.saves:
+        # One process of a node speaks, and a console that does not take it must not keep it.
+        rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")
+        if self.saves and rank == "0":
+            said = threading.Thread(target=print, args=(line,), kwargs={"file": sys.stderr})
+            said.daemon = True
             said.start()
             said.join(DEAF)
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ PROGRAM = Path(sys.executable).with_name("lightning")
 TORCHRUN = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node", "2", "-m", "cli"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 STEPS = 8
+PATIENCE = 300  # seconds, for a machine with other work
 ENDLESS = {
     "trainer.max_steps": 10**6,
     "trainer.val_check_interval": 10**6,
@@ -56,21 +58,27 @@ def fit(path: Path, *program: Any, **variables: str) -> subprocess.CompletedProc
         env=ENVIRONMENT | variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
 
 
-def started(path: Path, *program: Any, **variables: str) -> subprocess.Popen:
-    """A run in a process group of its own."""
-    return subprocess.Popen(
+@contextlib.contextmanager
+def started(path: Path, *program: Any, **variables: str) -> Iterator[subprocess.Popen]:
+    """A run in a process group of its own, whose processes end with the context."""
+    with subprocess.Popen(
         [*(program or [PROGRAM]), "fit", "--config", path],
         cwd=ROOT,
         env=ENVIRONMENT | variables,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
+    ) as run:
+        try:
+            yield run
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
 
 
 def wait_for_a_step(run: subprocess.Popen) -> None:
@@ -137,7 +145,7 @@ def test_signal_to_any_process_saves_and_ends_all(
     with started(config(run_yaml, tmp_path / "run", 2, **ENDLESS)) as run:
         wait_for_a_step(run)
         send(run.pid, number, whom)
-        _, rest = run.communicate(timeout=60)
+        _, rest = run.communicate(timeout=PATIENCE)
     assert run.returncode == code, rest
     assert f"{number.name}: saved at step" in rest
     [saved] = (tmp_path / "run" / "checkpoints").iterdir()
@@ -161,11 +169,11 @@ def children(pid: int) -> list[int]:
 
 
 def test_children_die_with_a_first_process_that_is_killed(run_yaml: RunYaml, tmp_path: Path):
-    with started(config(run_yaml, tmp_path / "run", 2, **{"trainer.max_steps": 10**6})) as run:
+    with started(config(run_yaml, tmp_path / "run", 2, **ENDLESS)) as run:
         wait_for_a_step(run)
         run.kill()
         # Its children hold the other ends of this pipe: it ends when the last of them is gone.
-        run.communicate(timeout=60)
+        run.communicate(timeout=PATIENCE)
 
 
 # Ways to start
@@ -193,7 +201,7 @@ def test_signal_to_all_processes_of_torchrun_saves(
         # The agent passes on to the ranks what they have received already.
         for pid in (*children(run.pid), run.pid):
             os.kill(pid, number)
-        _, rest = run.communicate(timeout=60)
+        _, rest = run.communicate(timeout=PATIENCE)
     assert run.returncode == 1
     assert f"{number.name}: saved at step" in rest
     [saved] = (tmp_path / "run" / "checkpoints").iterdir()
@@ -205,7 +213,7 @@ def test_rank_that_is_killed_is_named_with_the_way_to_go_on(run_yaml: RunYaml, t
         wait_for_a_step(run)
         [rank] = children(run.pid)
         os.kill(rank, signal.SIGKILL)
-        _, rest = run.communicate(timeout=60)
+        _, rest = run.communicate(timeout=PATIENCE)
     assert run.returncode == 1
     assert rest.splitlines()[-1].removeprefix("error: ") == (
         f"rank 1 (process {rank}) was killed by SIGKILL, as the system does when memory runs out; "
@@ -222,7 +230,7 @@ def test_ranks_end_when_who_starts_them_is_killed_in_their_first_moments(
             os.sched_yield()
         run.kill()
         # The ranks hold the other ends of this pipe: it ends when the last of them is gone.
-        run.communicate(timeout=60)
+        run.communicate(timeout=PATIENCE)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -231,7 +239,7 @@ def test_two_runs_at_once_do_not_meet(run_yaml: RunYaml, tmp_path: Path):
     with contextlib.ExitStack() as stack:
         paths = [config(run_yaml, tmp_path / name, 2) for name in names]
         runs = [stack.enter_context(started(path)) for path in paths]
-        errors = [run.communicate(timeout=120)[1] for run in runs]
+        errors = [run.communicate(timeout=PATIENCE)[1] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], errors
     assert compare(tmp_path / "one", tmp_path / "other") == []
 
@@ -269,8 +277,8 @@ def test_processes_of_slurm_train_together_and_save_at_its_signal(
         wait_for_a_step(first)
         for run in (first, second):
             run.send_signal(signal.SIGUSR1)
-        _, told = first.communicate(timeout=60)
-        _, nothing = second.communicate(timeout=60)
+        _, told = first.communicate(timeout=PATIENCE)
+        _, nothing = second.communicate(timeout=PATIENCE)
     assert (first.returncode, second.returncode, nothing) == (143, 143, "")
     assert "SIGUSR1: saved at step" in told
     [saved] = (tmp_path / "run" / "checkpoints").iterdir()

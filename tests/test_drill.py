@@ -4,6 +4,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from callbacks import drill, moments
 from callbacks.checkpoint_files import checkpoints, read_newest
 from callbacks.drill import Outcome, Start, compare, differences, other_split, plan_kills
 from callbacks.moments import MOMENTS, VARIABLE
+from callbacks.stop import StopRequests
 from lm.native import find_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -397,3 +399,17 @@ def test_two_drills_in_one_folder_are_refused(tmp_path: Path):
         again,
     ):
         pass
+
+
+def test_signal_to_a_drill_ends_its_run_at_once():
+    told: list[str] = []
+
+    def stop(line: str) -> None:
+        told.append(line)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    endless = "import os, sys, time; print('step', os.getpid(), file=sys.stderr); time.sleep(600)"
+    with StopRequests(), pytest.raises(SystemExit):
+        drill.run_to_the_end([sys.executable, "-uc", endless], "", 0.0, stop)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told[0].split()[1]), 0)

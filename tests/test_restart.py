@@ -64,7 +64,8 @@ def test_job_is_queued_again_after_a_stop_alone(code, called, programs):
 def test_job_of_torchrun_passes_the_signal_on_waits_and_is_queued_again(programs):
     os.mkfifo(programs / "started")
     trap = f"trap 'echo saved >> {programs}/calls; exit 1' TERM; echo > {programs}/started"
-    stand_in(programs, "srun", f"{trap}; while :; do read -t 1 <> {programs}/started; done")
+    wait = f"for try in {{1..60}}; do read -t 1 <> {programs}/started; done"  # no longer
+    stand_in(programs, "srun", f"{trap}; {wait}")
     job = start(TORCHRUN, programs)
     with (programs / "started").open(encoding="ascii") as started:
         started.readline()

@@ -28,6 +28,7 @@ ENDLESS = {
     "trainer.max_steps": 1_000_000,
     "trainer.val_check_interval": 1_000_000,
     "checkpoint.every_n_steps": 1_000_000,
+    "trainer.max_time": "00:00:10:00",  # where a test that fails leaves the run
 }
 
 
@@ -268,6 +269,14 @@ def test_second_signal_leaves_at_once_by_the_first(left, capsys):
     )
 
 
+def test_second_signal_is_told_by_the_first_process_alone(left, capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")  # as in a process that the first one has started
+    with StopRequests(left.put) as stop:
+        send(stop, signal.SIGTERM, signal.SIGINT)
+        assert left.get(timeout=60) == signal.SIGTERM
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("number", EXIT_CODES)
 def test_same_signal_passed_on_by_a_launcher_is_no_second_request(number, left):
     with StopRequests(left.put, lambda: 0.0) as stop:
@@ -324,6 +333,29 @@ def test_lost_terminal_is_a_request_under_torchrun_alone(monkeypatch):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
         with StopRequests() as under_torchrun:
             assert [stop.code(signal.SIGHUP) for stop in (alone, under_torchrun)] == [0, 129]
+
+
+# How a process ends
+
+LAST = """
+import atexit, sys, cli
+class Late:
+    def __del__(self): print("late")
+def command(argv):
+    sys.late = Late()
+    atexit.register(print, "clean-up")
+cli.COMMANDS["verify"] = command
+sys.argv[1:] = ["verify"]
+sys.exit(cli.main())
+"""
+
+
+def test_process_is_gone_right_after_its_clean_up():
+    # What Python does then took seven seconds on a busy machine.
+    ended = subprocess.run(
+        [sys.executable, "-c", LAST], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "clean-up\n"), ended.stderr
 
 
 # Time limit
