@@ -1,6 +1,7 @@
 """The Trainer: Lightning's, counted in optimizer steps, with precision chosen for the hardware."""
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,7 +18,9 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.plugins import CheckpointIO, LayerSync
+from lightning.pytorch.plugins import Precision as PrecisionPlugin
+from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -29,6 +32,7 @@ Precision = Literal[
     "auto", "bf16-mixed", "16-mixed", "32-true", "bf16-true", "16-true", "64-true",
     "bf16", "16", "32", "64",
 ]  # fmt: skip
+Plugin = PrecisionPlugin | ClusterEnvironment | CheckpointIO | LayerSync
 SHORT = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true"}
 
 # Strategies that split the model itself save in ways of their own.
@@ -107,6 +111,47 @@ def is_dry_run(trainer: LightningTrainer) -> bool:
     return bool(cast(Any, trainer).fast_dev_run)
 
 
+STRATEGIES = ("auto", *StrategyRegistry.available_strategies())
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
+
+
+def is_devices(value: Any) -> bool:
+    """Whether a value is a number of devices, their numbers, or stands for all of them."""
+    if isinstance(value, list):
+        return bool(value) and all(number >= 0 for number in value)
+    return bool(re.fullmatch(r"auto|-1|0*[1-9]\d*|\d+(,\d+)*,\d*", str(value).replace(" ", "")))
+
+
+def check_devices(accelerator: str, devices: Any) -> None:
+    """Refuse devices that this machine, or a CPU, does not have.
+
+    Raises:
+        ValueError: names the argument, the value found, the rule and the way out.
+    """
+    device = device_type(accelerator)
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not there.get(device, accelerator != "gpu"):
+        raise ValueError(
+            f"trainer.accelerator is {accelerator}: this machine has none that torch "
+            f"{torch.__version__} can use; pass auto or cpu"
+        )
+    if device == "cpu" and (isinstance(devices, list) or re.search("-|,", str(devices))):
+        raise ValueError(
+            f"trainer.devices is {devices}: on CPUs it must be auto or a number of processes "
+            "above 0; pass --trainer.devices 1"
+        )
+    count = torch.cuda.device_count()
+    text = str(devices).strip("[] ,")
+    listed = isinstance(devices, list) or "," in str(devices)
+    asked = [int(number) for number in text.split(",")] if text[:1].isdecimal() else []
+    if device == "cuda" and asked and (max(asked) >= count if listed else asked[0] > count):
+        raise ValueError(
+            f"trainer.devices is {devices}: this machine has {count} GPUs"
+            + (f", numbered from 0 to {count - 1}" if listed else "")
+            + "; pass --trainer.devices auto for all"
+        )
+
+
 # What an argument may be, and why not something else.
 PROMISES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
@@ -167,6 +212,17 @@ PROMISES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "a run that cannot resume is not ours; a trial run is trainer.fast_dev_run",
     ),
     ("barebones", lambda value: not value, "it turns off what makes a run resume; leave it out"),
+    ("num_nodes", lambda value: value >= 1, "it must be at least 1; leave it out for one machine"),
+    (
+        "accelerator",
+        lambda value: value in ACCELERATORS,
+        "it must be one of " + ", ".join(ACCELERATORS),
+    ),
+    (
+        "devices",
+        lambda value: is_devices(value),
+        "it must be a number above 0, auto or -1 for all, or a list of the numbers of GPUs",
+    ),
     (
         "strategy",
         lambda value: not any(name in str(value).lower() for name in SHARDED),
@@ -176,6 +232,11 @@ PROMISES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "strategy",
         lambda value: "spawn" not in str(value).lower(),
         "spawned processes would need a pickled Trainer; use auto or ddp",
+    ),
+    (
+        "strategy",
+        lambda value: not isinstance(value, str) or value in STRATEGIES,
+        "it must be auto, ddp, or a class, written as class_path: DDPStrategy",
     ),
     *(
         (name, lambda value: value >= 1, "it must be at least 1")
@@ -240,6 +301,7 @@ class Trainer(LightningTrainer):
         default_root_dir: str = "runs/default",
         peer_timeout: float | None = None,
         callbacks: list[Callback] | Callback | None = None,
+        plugins: list[Plugin] | Plugin | None = None,
         **kwargs: Any,
     ) -> None:
         """Check the arguments against what the project promises.
@@ -279,8 +341,12 @@ class Trainer(LightningTrainer):
                 step, before the run ends with an error; unset: 1800. A network that is cut may
                 end the run earlier, by the limits of TCP.
             callbacks: More callbacks, by class path.
+            plugins: Plugins of Lightning, by class path.
         """
-        keep_promises(locals())
+        # By an index: jsonargparse would take the type of an argument from kwargs.get.
+        arguments = {"num_nodes": 1, "devices": "auto"} | kwargs | locals()
+        keep_promises(arguments)
+        check_devices(accelerator, arguments["devices"])
         # fp32 is fp32, also where an environment variable of a container turns TF32 on.
         torch.set_float32_matmul_precision("highest")
         # A start's own budget; Lightning's would count the time of all starts together and stop
@@ -305,8 +371,7 @@ class Trainer(LightningTrainer):
             )
         self.asked_precision = precision
         launch = read_launch()
-        plugins = kwargs.pop("plugins", None) or []
-        plugins = plugins if isinstance(plugins, list) else [plugins]
+        plugins = plugins if isinstance(plugins, list) else [plugins] if plugins else []
         given = any(isinstance(plugin, ClusterEnvironment) for plugin in plugins)
         if not given and launch.kind in ("own", "hand") and SLURMEnvironment.detect():
             # Lightning would take SLURM for the launcher wherever SLURM_NTASKS is set.

@@ -28,6 +28,11 @@ VAL_REFUSED = (
     "a validation by sequences"
 )
 LEAST_ONE = "it must be at least 1"
+STRATEGY_RULE = "it must be auto, ddp, or a class, written as class_path: DDPStrategy"
+DEVICES_RULE = "it must be a number above 0, auto or -1 for all, or a list of the numbers of GPUs"
+CPU_DEVICES_RULE = (
+    "on CPUs it must be auto or a number of processes above 0; pass --trainer.devices 1"
+)
 REFUSED: list[tuple[str, Any, str]] = [
     (
         "max_epochs",
@@ -64,6 +69,13 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("barebones", True, "it turns off what makes a run resume; leave it out"),
     ("strategy", "fsdp", SHARDED_REFUSED),
     ("strategy", "deepspeed_stage_2", SHARDED_REFUSED),
+    ("strategy", "dp", STRATEGY_RULE),
+    ("strategy", "DDPStrategy", STRATEGY_RULE),
+    ("accelerator", "tpu", "it must be one of auto, cpu, gpu, cuda, mps"),
+    ("accelerator", "CPU", "it must be one of auto, cpu, gpu, cuda, mps"),
+    ("num_nodes", 0, "it must be at least 1; leave it out for one machine"),
+    *(("devices", value, DEVICES_RULE) for value in (0, "0", -2, "nan", "3.0", [], [-1], "a,")),
+    *(("devices", value, CPU_DEVICES_RULE) for value in (-1, "-1", [0], "0,1")),
     ("accumulate_grad_batches", 0, LEAST_ONE),
     ("val_check_interval", 0, LEAST_ONE),
     ("log_every_n_steps", 0, LEAST_ONE),
@@ -85,6 +97,17 @@ def test_argument_that_breaks_a_promise_is_refused_with_a_way_out(name, value, r
     with pytest.raises(ValueError, match=f"trainer.{name}") as refusal:
         trainer(**{name: value})
     assert str(refusal.value) == f"trainer.{name} is {value}: {rule}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+@pytest.mark.parametrize("name", ["gpu", "cuda", "mps"])
+def test_accelerator_that_is_not_here_is_refused(name: str):
+    with pytest.raises(ValueError, match="this machine has none") as refusal:
+        trainer(accelerator=name)
+    assert str(refusal.value) == (
+        f"trainer.accelerator is {name}: this machine has none that torch {torch.__version__} can "
+        "use; pass auto or cpu"
+    )
 
 
 @pytest.mark.parametrize(
