@@ -172,6 +172,8 @@ def _collect(
     loader.flatten_mapping(node)
     for key_node, child in dict(_named(node)).items():
         key = f"{prefix}.{key_node}".lstrip(".")
+        if re.search(r"\s", key):
+            raise ValueError(f"key {key!r} holds a space, maybe one that looks like indentation")
         if keys.get(key, ...) is None or key in SECTIONS:
             if isinstance(child, yaml.MappingNode):
                 _collect(loader, child, keys, key, found)
@@ -259,10 +261,10 @@ def read_word(text: str, key: str, hint: Any) -> str:
         value = None if text == "null" else read_text(key, text)
         check(value, key, hint, shown=text)
         return text if value is None else value
-    if not is_plain(hint):
-        return text
     if not text.strip():
         check("", key, hint, shown=text)
+    if not is_plain(hint):
+        return text
     loader = Loader(text)
     try:
         node = loader.get_single_node()

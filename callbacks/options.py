@@ -48,8 +48,11 @@ def local_path(text: str) -> str:
             "is empty: it must name a path; check that the shell variable in it is set, or leave "
             "it out"
         )
-    if "\0" in text:
-        raise argparse.ArgumentTypeError(f"is {text!r}: a path holds no NUL character; remove it")
+    if "\0" in text or (re.search(r"[\x01-\x1f]", text) and not Path(text).exists()):
+        raise argparse.ArgumentTypeError(
+            f"is {text!r}: a path holds no control characters; remove them (in YAML, a path with "
+            "backslashes stands in single quotes)"
+        )
     if (url := re.match(r"\w+://", text)) and not Path(text).exists():
         raise argparse.ArgumentTypeError(
             f"is {text}: it must be a path on this machine, not a {url[0]} address; fetch or mount "

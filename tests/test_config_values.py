@@ -10,7 +10,7 @@ import yaml
 from conftest import Lightning, RunYaml
 
 import cli
-from callbacks.config import ALIASES, RunParser
+from callbacks.config import ALIASES, RunParser, hinted
 from callbacks.config_files import nested
 from callbacks.config_values import (
     PATHS,
@@ -157,6 +157,13 @@ def test_anchors_and_merges_are_read_by_the_key_they_stand_at(keys: Keys):
     }
 
 
+def test_key_of_a_class_refuses_an_empty_text_on_the_command_line(keys: Keys):
+    classes = [key for key, hint in keys.items() if not is_plain(hint)]
+    said = {key: outcome(lambda key=key: on_line("", key, keys)) for key in classes}
+    assert "trainer.callbacks" in said
+    assert [key for key, line in said.items() if f"{key} is empty" not in str(line)] == []
+
+
 @pytest.mark.parametrize("value", ["12e3", "010", "on", "2024-01-01", "1e-05", 1e-05, 1e300, None])
 def test_saved_value_is_read_back_the_same(value: Any):
     assert load_yaml(dump_yaml({"init_args": {"a": value}})) == {"init_args": {"a": value}}
@@ -186,6 +193,7 @@ def test_home_folder_of_every_path_is_written_in_full(
         ("' '", "is empty: it must name a path; check that the shell variable in it is set, or leave it out"),
         ("$HOME/a", "is $HOME/a: variables ($HOME) are replaced by a shell only; write the path in full, or give it in double quotes on the command line"),
         ("x/${RUN}", "is x/${RUN}: variables (${RUN}) are replaced by a shell only; write the path in full, or give it in double quotes on the command line"),
+        ('"C:\\runs\\a"', "is 'C:\\runs\\x07': a path holds no control characters; remove them (in YAML, a path with backslashes stands in single quotes)"),
         ("s3://a/b", "is s3://a/b: it must be a path on this machine, not a s3:// address; fetch or mount it, and name the local path"),
     ],
 )  # fmt: skip
@@ -235,12 +243,50 @@ def test_everything_of_a_run_is_in_the_home_folder(
         ("model.hidden_size", "model.config.d_model"),
         ("block_size", "data.seq_len"),
         ("trainer.gradient_accumulation_steps", "trainer.accumulate_grad_batches"),
+        ("checkpoint.interval", "checkpoint.every_n_steps"),
+        ("validation.freq", "trainer.val_check_interval"),
+        ("training.max_norm", "trainer.gradient_clip_val"),
+        ("dtype", "trainer.precision"),
+        ("throughput.peak", "throughput.peak_tflops"),
+        ("optimizer", "model.optim"),
+        ("confg", "config"),
     ],
 )  # fmt: skip
 def test_name_of_other_trainers_leads_to_the_key(lightning: Lightning, given: str, meant: str):
     code, _, err = lightning("fit", f"--{given}", 1)
     assert code == 2
     assert err == f"error: {given} is not a known key; did you mean {meant}?\n"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "fsdp",
+        "bias",
+        "hub_model_id",
+        "embedding_lr",
+        "model.name",
+        "checkpoint.enable",
+        "trainer.a",
+    ],
+)
+def test_key_without_a_neighbour_gets_no_false_one(given: str, keys: Keys):
+    assert "did you mean" not in hinted(f"Unrecognized arguments: --{given} 1", keys)
+
+
+@pytest.mark.parametrize(
+    ("word", "way"),
+    [
+        ("b.yaml", "write --config b.yaml, for each file its own --config"),
+        ("trainer.max_steps=3", "write --trainer.max_steps=3"),
+        ("max_steps", "write --KEY VALUE, with quotes around a value with spaces"),
+    ],
+)
+def test_word_that_no_option_takes_is_named_with_the_way(
+    lightning: Lightning, run_yaml: RunYaml, word: str, way: str
+):
+    code, _, err = lightning("fit", "--config", run_yaml(), word)
+    assert (code, err) == (2, f"error: {word} is not an option; {way}\n")
 
 
 def test_keys_behind_the_names_of_others_exist(keys: Keys):
