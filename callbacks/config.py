@@ -150,7 +150,8 @@ def hinted(message: str, keys: Iterable[str]) -> str:
     if homes and key not in MEANT and not (last == "name" and "." in key):
         return f"{key} is not a known key; {last} belongs at {' or '.join(homes)}"
     written = key.replace("-", "_").lower()
-    meant = MEANT.get(written) or MEANT.get(written.rsplit(".", 1)[-1])
+    alias = difflib.get_close_matches(written.rsplit(".", 1)[-1], MEANT, 1, 0.9)
+    meant = MEANT.get(written) or (MEANT[alias[0]] if alias else None)
     if meant in keys:
         return f"{key} is not a known key; did you mean {meant}?"
     level = [known for known in [*keys, "config"] if known.count(".") == key.count(".")]

@@ -24,9 +24,9 @@ def config_words(argv: list[str]) -> list[tuple[int, int, str]]:
     found = []
     for i, word in enumerate(argv):
         name, equals, value = word.partition("=")
-        if word.startswith("-c") and name != "-c":
+        if word.startswith("-c") and name not in ("-c", "-config"):
             name, equals, value = "-c", "=", word[2:]  # -cFILE
-        if name in ("--config", "-c"):
+        if name in ("--config", "-c", "-config"):
             end = i + 1 if equals else i + 2
             value = value if equals else "".join(argv[i + 1 : i + 2])
             if not value.strip():
@@ -97,6 +97,8 @@ def read_text(value: str, option: str = "--config") -> str:
 def read_arguments(argv: list[str], keys: Keys, links: Mapping[str, str]) -> list[str]:
     """Return a command line whose files are read and whose values have the type of their key.
 
+    The files come first, wherever they stand: an option always wins over a file.
+
     Args:
         keys: Type hints by dotted key.
         links: Keys that always follow another one.
@@ -105,12 +107,14 @@ def read_arguments(argv: list[str], keys: Keys, links: Mapping[str, str]) -> lis
         ValueError: names the file or key and the way out.
     """
     files = {start: (end, value) for start, end, value in config_words(argv)}
-    given, place = [], 0
+    # `fit` and `validate` stand before their options.
+    place = int(argv[:1] in (["fit"], ["validate"]))
+    command, configs, sections, given = argv[:place], [], [], []
     while place < len(argv):
         word = argv[place]
         if place in files:
             place, value = files[place]
-            given.append(f"--config={dump_inline(read_file(value, keys, links))}")
+            configs.append(f"--config={dump_inline(read_file(value, keys, links))}")
             continue
         place += 1
         name, equals, value = word.removeprefix("--").partition("=")
@@ -120,8 +124,8 @@ def read_arguments(argv: list[str], keys: Keys, links: Mapping[str, str]) -> lis
                 place += 1
             if equals:
                 word = f"--{name}={read_value(value, name, keys)}"
-        given.append(word)
-    return given
+        (sections if keys.get(name, ...) is None else given).append(word)
+    return [*command, *configs, *sections, *given]
 
 
 def read_value(text: str, key: str, keys: Keys) -> str:
@@ -167,8 +171,9 @@ def nested(content: Any, key: str) -> Any:
 
 def fault(error: yaml.YAMLError) -> str:
     """Return what is wrong in a YAML text, and where."""
+    form = "write one key: value a line, as in configs/"
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem is None:
-        return f"not YAML ({error}); write one key: value a line, as in configs/"
+        return f"not YAML ({error}); {form}"
     marks = [(error.context, error.context_mark), (error.problem, error.problem_mark)]
     said = [
         part if mark is None else f"{part} (line {mark.line + 1})" for part, mark in marks if part

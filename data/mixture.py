@@ -74,7 +74,8 @@ def named_sources(
     """
     if (path is None) == (mixture is None):
         given = "neither is given" if path is None else f"both are given (data.path {path})"
-        raise ValueError(f"data.path or data.mixture names the data, and {given}: give one")
+        file = ", or a file that does, by --config" if path is None else ""
+        raise ValueError(f"data.path or data.mixture names the data, and {given}: give one{file}")
     weights = {str(path): 1} if mixture is None else whole_weights(mixture)
     short = [Path(each).name for each in weights]
     names = short if len(set(short)) == len(short) else [*weights]

@@ -21,6 +21,7 @@ from conftest import Lightning, RunYaml
         (b"data:\n\tseq_len: 3", "{file}: while scanning for the next token (line 2); found character that cannot start any token (line 2); YAML takes no tabs: indent by spaces, and quote texts that begin with @, ` or %"),
         (b"data:\n  seq_len: 3\ndata:\n  path: x", "{file}: section 'data' is written twice; put the keys of both below one (line 3)"),
         (b"data: &a [*a]", "{file}: found unconstructable recursive node (line 1)"),
+        ("trainer:\n\u00a0 max_steps: 3".encode(), "{file}: key '\\xa0 max_steps' holds a space, maybe one that looks like indentation"),
         (b"model.optim.lr: .nan", "{file}: model.optim.lr is .nan: it must be a finite number (float)"),
     ],
     ids=str,
@@ -40,6 +41,19 @@ def test_mark_at_the_start_of_a_file_is_no_content(lightning: Lightning, run_yam
     code, _, err = lightning("fit", "--config", file)
     assert code == 0, err
     assert err.splitlines()[-1] == "done: 1 steps of a dry run, which leaves nothing behind"
+
+
+@pytest.mark.parametrize("option", ["--config", "-config", "-c"])
+def test_option_wins_over_a_file_wherever_it_stands(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, option: str
+):
+    part = tmp_path / "part.yaml"
+    part.write_text("fast_dev_run: 2\nmax_steps: 9", encoding="utf-8")
+    file = run_yaml({"trainer.fast_dev_run": 3})
+    words = ["--trainer.log_every_n_steps=2", "--trainer", part, option, file]
+    code, _, err = lightning("fit", "--trainer.fast_dev_run=1", *words)
+    assert code == 0, err
+    assert err.splitlines()[-1].startswith("done: 1 steps")
 
 
 def test_folder_is_no_configuration(lightning: Lightning, tmp_path: Path):

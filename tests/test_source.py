@@ -398,7 +398,8 @@ def test_unknown_folder_of_a_mixture_is_named(corpus, tmp_path):
     [
         (
             {},
-            "data.path or data.mixture names the data, and neither is given: give one",
+            "data.path or data.mixture names the data, and neither is given: give one, or "
+            "a file that does, by --config",
         ),
         (
             {"path": "x", "mixture": {"a": 1.0}},
