@@ -14,6 +14,10 @@ SLURM_RANKS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES")
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
+SET_NODE = "set NODE_RANK to the number of this node, from 0 on"
+# The step of salloc's shell on a node of the job.
+INTERACTIVE_STEP = "4294967290"
+
 Kind = Literal["torchrun", "srun", "hand", "own"]
 
 
@@ -64,9 +68,16 @@ def read_launch() -> Launch:
         _require(needed, "TORCHELASTIC_RUN_ID is set, as by torchrun")
         return Launch("torchrun", found)
     # In a shell of salloc or `srun --pty` SLURM has started one process, whatever it could start.
-    shell = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    step = os.environ.get("SLURM_STEP_ID")
+    shell = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive") or step == INTERACTIVE_STEP
     tasks = found.get("SLURM_NTASKS", 1)
     if tasks > 1 and "SLURM_PROCID" in found and not shell:
+        if os.environ.get("ENVIRONMENT") == "BATCH" and step is None:
+            raise ValueError(
+                f"SLURM_NTASKS is {tasks}, but the batch script itself has started this process, "
+                "once: put srun before the command, or unset SLURM_NTASKS, and this process "
+                "starts those of trainer.devices"
+            )
         _require(("SLURM_LOCALID", "SLURM_NODEID"), f"SLURM_NTASKS is {tasks}, as by srun")
         if "SLURM_NTASKS_PER_NODE" not in found:
             raise ValueError(
@@ -153,7 +164,8 @@ def _check_by_hand(numbers: dict[str, int], devices: int, nodes: int, asked: str
     if numbers.get("RANK", rank) != rank:
         raise ValueError(
             f"RANK is {numbers['RANK']}, but NODE_RANK {node} and LOCAL_RANK {local} make rank "
-            f"{rank} ({asked}); unset RANK, or start all processes by torchrun"
+            f"{rank} ({asked}); {SET_NODE if nodes > 1 else 'unset RANK'}, or start all processes "
+            "by torchrun"
         )
     if devices * nodes > 1 and "MASTER_PORT" not in os.environ:
         raise ValueError(
@@ -175,10 +187,13 @@ def _check_own(numbers: dict[str, int], nodes: int, asked: str) -> None:
         if numbers.get(name, 0) > 0 and not (name == "RANK" and node > 0):
             job = os.environ.get("SLURM_JOB_NAME")
             named = f" (of another SLURM_JOB_NAME than {job})" if name == "SLURM_PROCID" else ""
+            way_out = f"unset {name} (a leftover in this shell)"
+            if name == "RANK" and nodes > 1:
+                way_out = SET_NODE
             raise ValueError(
                 f"{name} is {numbers[name]}, but no launcher started this process as one of "
-                f"several ({asked}); unset {name} (a leftover in this shell), or start all "
-                f"processes by torchrun or srun{named if job else ''}"
+                f"several ({asked}); {way_out}, or start all processes by torchrun or "
+                f"srun{named if job else ''}"
             )
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if nodes > 1 and missing:

@@ -22,6 +22,9 @@ from callbacks.parent import lost_rank
 # node wrote.
 SILENCE, REPEAT, GRACE, LATE, STALE = 10.0, 60.0, 3.0, 30.0, 5.0
 
+# In torchrun's store, where rank 0 serves that of the run.
+PORT = "relight/port"
+
 distributed: Any = torch.distributed
 
 
@@ -30,7 +33,7 @@ class PeerError(RuntimeError):
 
 
 class Peers:
-    """All processes of a run, connected by a key-value store that rank 0 (or torchrun) serves."""
+    """All processes of a run, connected by a key-value store that rank 0 serves."""
 
     current: "Peers | None" = None
     """Those of this process; None until it tries to meet them."""
@@ -60,6 +63,12 @@ class Peers:
         Peers.current = self
         self._connect(limit)
         host, here = socket.gethostname(), self._own_address()
+        if self._store.add(f"rank {self.rank}", 1) > 1:
+            raise RuntimeError(
+                f"another process has come as rank {self.rank} to {self._place}: set NODE_RANK to "
+                "the number of each node; if this one was started again while the others went on, "
+                "start them all again"
+            )
         me = {"host": host, "process": os.getpid(), "here": here, "offers": _gloo_address()}
         members = self.gather("members", me, limit)
         self.names = [
@@ -149,15 +158,27 @@ class Peers:
         return f"{self.address}:{self.port}"
 
     def _connect(self, limit: float) -> None:
-        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if self.rank > 0 and not served:
-            self._wait_for_server(limit)
+        """Connect to the store that rank 0 serves; torchrun's store tells at which port."""
+        served = None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            served = self._open(self.port, serve=False)
+        if self.rank > 0:
+            store = self._open(self._wait_for_server(limit, served), serve=False)
+        elif served is None:
+            store = self._open(self.port, serve=True)
+        else:
+            store = self._open(0, serve=True)
+            served.set(PORT, str(store.port))
+        # Torch keeps its own names in the same store.
+        self._store = distributed.PrefixStore("relight", store)
+
+    def _open(self, port: int, serve: bool) -> Any:
         try:
-            store = distributed.TCPStore(
+            return distributed.TCPStore(
                 self.address,
-                self.port,
+                port,
                 self.world_size,
-                self.rank == 0 and not served,
+                serve,
                 timedelta(seconds=60),
                 wait_for_workers=False,
                 multi_tenant=True,
@@ -167,15 +188,19 @@ class Peers:
                 f"the processes of the run cannot meet at {self._place} ({_first_line(error)}); "
                 "set MASTER_ADDR to the first node and MASTER_PORT to a free port there"
             ) from None
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = distributed.PrefixStore(f"relight/{attempt}", store)
 
-    def _wait_for_server(self, limit: float) -> None:
-        """Wait until rank 0 listens: a client of the store would wait without a word."""
-        started, next_line, error = time.monotonic(), self.silence, None
+    def _wait_for_server(self, limit: float, served: Any) -> int:
+        """Port of rank 0, as soon as it listens: a client of the store would wait without a word.
+
+        Nobody listens at a port that an earlier start has left in torchrun's store.
+        """
+        started, next_line, error = time.monotonic(), self.silence, "it has not begun"
         while (waited := time.monotonic() - started) < limit:
             try:
-                return socket.create_connection((self.address, self.port), timeout=5).close()
+                if served is None or served.check([PORT]):
+                    port = self.port if served is None else int(served.get(PORT))
+                    socket.create_connection((self.address, port), timeout=5).close()
+                    return port
             except OSError as failure:
                 error = failure
             if waited >= next_line:
@@ -229,7 +254,9 @@ class Peers:
                 self._connect(self._patience)
                 store = self._store
                 assert store is not None
-            store.set(f"error/{self.rank}", json.dumps([text, code, lost, self.names[self.rank]]))
+            mine = json.dumps([text, code, lost, self.names[self.rank]])
+            # Not over that of another process that has come as this rank.
+            store.compare_set(f"error/{self.rank}", "", mine)
             store.add("errors", 1)
             everyone = [f"error/{rank}" for rank in range(self.world_size)]
             _wait(lambda: store.check(["said"]) or store.check(everyone), GRACE)
@@ -365,6 +392,6 @@ def hint(launch: Launch) -> str:
             return "srun did not start this process: put srun before the command"
         return "see why srun did not start the others"
     return (
-        "start the others with the same MASTER_ADDR and MASTER_PORT, or set trainer.devices and "
-        "trainer.num_nodes to what there is"
+        "start the others with the same MASTER_ADDR and MASTER_PORT and NODE_RANKs of their own, "
+        "or set trainer.devices and trainer.num_nodes to what there is"
     )

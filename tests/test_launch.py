@@ -14,7 +14,8 @@ SLURM = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch):
-    more = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_NAME", "MASTER_ADDR", "MASTER_PORT")
+    more = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_NAME", "SLURM_STEP_ID", "ENVIRONMENT")
+    more = (*more, "MASTER_ADDR", "MASTER_PORT")
     for name in (*RANKS, *SLURM_RANKS, *SIZES, *MPI_SIZES, *more):
         monkeypatch.delenv(name, raising=False)
 
@@ -32,9 +33,10 @@ def set_all(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
         SLURM | {"SLURM_NTASKS": "1"},
         {"SLURM_JOB_NAME": "train", "SLURM_NTASKS": "4"},
         SLURM | {"SLURM_JOB_NAME": "interactive", "SLURM_NTASKS": "4"},
+        SLURM | {"SLURM_STEP_ID": "4294967290", "SLURM_NTASKS": "4"},
         {"OMPI_COMM_WORLD_SIZE": "1"},
     ],
-    ids=["first of one", "size 1", "one task", "salloc", "interactive", "mpirun -n 1"],
+    ids=["first of one", "size 1", "one task", "salloc", "interactive", "step", "mpirun -n 1"],
 )
 def test_one_device_run_leaves_all_its_files_in_any_shell(
     lightning: Lightning,
@@ -102,6 +104,12 @@ LEFTOVER = "(a leftover in this shell)"
             "tasks as trainer.devices; pass --ntasks-per-node instead of --ntasks",
         ),
         (
+            SLURM | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "ENVIRONMENT": "BATCH"},
+            "SLURM_NTASKS is 2, but the batch script itself has started this process, once: put "
+            "srun before the command, or unset SLURM_NTASKS, and this process starts those of "
+            "trainer.devices",
+        ),
+        (
             {"OMPI_COMM_WORLD_SIZE": "2"},
             "OMPI_COMM_WORLD_SIZE is 2: MPI started so many processes, which cannot meet; start by "
             "torchrun or srun, or unset OMPI_COMM_WORLD_SIZE to run one process",
@@ -151,6 +159,13 @@ def test_processes_that_do_not_fit_one_device_are_refused_before_any_work(
             {"trainer.devices": 2},
             f"RANK is 0, but NODE_RANK 0 and LOCAL_RANK 1 make rank 1 ({TWO}); unset RANK, or "
             "start all processes by torchrun",
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "first", "MASTER_PORT": "0"},
+            {"trainer.num_nodes": 2},
+            "RANK is 1, but no launcher started this process as one of several (trainer.devices × "
+            "trainer.num_nodes is 1 × 2 = 2); set NODE_RANK to the number of this node, from 0 on, "
+            "or start all processes by torchrun or srun",
         ),
         (
             SLURM | {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4"},

@@ -13,7 +13,7 @@ import pytest
 from conftest import Lightning, RunYaml, cut_back, source_text
 from test_ddp import ENDLESS, ENVIRONMENT, ROOT, started, wait_for_a_step
 
-from callbacks.peers import PeerError, Peers, check_addresses, is_lost
+from callbacks.peers import PORT, PeerError, Peers, check_addresses, distributed, is_lost
 
 HERE = f"({socket.gethostname()}, process {os.getpid()})"
 
@@ -73,6 +73,25 @@ def test_first_rank_that_does_not_come_is_named():
     refused = r"no rank 0 at 127.0.0.1:\d+ for 0.3 s \(.*Connection refused\); start it"
     with pytest.raises(RuntimeError, match=refused):
         peers.meet(0.3, {})
+
+
+def test_second_process_of_a_rank_is_refused():
+    port = free_port()
+    first, second = (Peers("127.0.0.1", port, 0, 2, "start it") for _ in range(2))
+    with pytest.raises(RuntimeError, match=r"^after 0.1 s without 1 of 2 processes"):
+        first.meet(0.1, {})
+    with pytest.raises(RuntimeError, match=r"^another process has come as rank 0 .* NODE_RANK to"):
+        second.meet(0.1, {})
+
+
+def test_ranks_of_torchrun_meet_none_of_an_earlier_start(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    agent = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent.set(PORT, str(free_port()))
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [Peers("127.0.0.1", agent.port, rank, 2, "start it") for rank in (0, 1)]
+        late = pool.submit(ranks[1].meet, 20, {})
+        assert (ranks[0].meet(20, {}), late.result()) == (None, None)
 
 
 def test_error_of_all_ranks_is_printed_once(capsys: pytest.CaptureFixture[str]):
@@ -149,7 +168,11 @@ def nodes(*paths: Path, **variables: str) -> list[subprocess.Popen]:
 
 
 def outcomes(runs: list[subprocess.Popen]) -> list[tuple[int, str]]:
-    errors = [run.communicate(timeout=120)[1] for run in runs]
+    try:
+        errors = [run.communicate(timeout=300)[1] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
     return [(run.returncode, error) for run, error in zip(runs, errors, strict=True)]
 
 
