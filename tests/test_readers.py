@@ -514,3 +514,19 @@ def test_file_named_twice_is_refused(texts):
     assert str(caught.value) == (
         "texts/../texts/b.txt is named twice: its text would count double; name it once"
     )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 50])
+@pytest.mark.parametrize("separator", [b"\n", b"ab", b"a\nb"])
+def test_pieces_do_not_depend_on_how_the_bytes_arrive(separator: bytes, size: int):
+    data = b"xabya\nbzab\r\nababa\r\nb--\n\na\n"
+    parts = [data[i : i + size] for i in range(0, len(data), size)]
+    whole = [(at, bytes(piece or b"")) for at, piece in chunks.cut([data], separator, True)]
+    assert [(at, bytes(piece or b"")) for at, piece in chunks.cut(parts, separator, True)] == whole
+    assert all(data[at:].startswith(piece) for at, piece in whole)
+
+
+def test_time_of_a_paragraph_does_not_grow_with_the_square_of_its_lines():
+    lines = ((40 * i, bytearray(b"x" * 39)) for i in range(100_000))
+    [(first, held)] = chunks.paragraphs(lines)  # which took over a minute with the square
+    assert (first, len(held or b"")) == (0, 4_000_000)
