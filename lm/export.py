@@ -100,12 +100,6 @@ def export(
         OSError: the disk refuses.
     """
     check_place(output, overwrite)
-    bad = [name for name, tensor in trained.weights.items() if not tensor.isfinite().all()]
-    if bad:
-        raise ValueError(
-            f"{trained.source} has weights that are not finite ({', '.join(bad)}): export an "
-            "earlier checkpoint"
-        )
     config, kind = trained.config, DTYPES[dtype]
     size = config.vocab_size if tokenizer is None else tokenizer.size
     ids = special_ids(tokenizer)

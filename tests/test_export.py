@@ -242,7 +242,9 @@ def test_weights_that_are_not_finite_are_named(
     checkpoint["state_dict"]["net.model.norm.weight"][3] = float("nan")
     torch.save(checkpoint, path)
     told = refusal(lightning, "export", "--ckpt_path", path, "--output", tmp_path / "out")
-    assert "weights that are not finite (model.norm.weight)" in told
+    sound = path.with_name("step-00000004.ckpt")
+    fault = "not finite: state_dict.net.model.norm.weight"
+    assert told == f"error: {path} is of no use: {fault}; the newest sound one is {sound}"
     assert not (tmp_path / "out").exists()
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def train(lightning: Lightning, run_yaml: RunYaml, root: Path, **overrides: Any)
     assert code == 0, err
 
 
-@pytest.mark.parametrize(
+SETTINGS = pytest.mark.parametrize(
     "overrides",
     [
         {},
@@ -83,16 +84,35 @@ def train(lightning: Lightning, run_yaml: RunYaml, root: Path, **overrides: Any)
     ],
     ids=["plain", "accumulate", "dropout", "random-windows", "bf16"],
 )
+
+
+def resume_after(
+    steps: Iterable[int], lightning: Lightning, run_yaml: RunYaml, folder: Path, overrides: dict
+) -> None:
+    """Compare a whole run with one that goes on from each of these steps, the last ones first."""
+    train(lightning, run_yaml, folder / "whole", **overrides)
+    root = folder / "killed"
+    train(lightning, run_yaml, root, **overrides)
+    for step in steps:
+        cut_back(root, step)
+        train(lightning, run_yaml, root, **overrides)
+        assert_same_run(folder / "whole", root)
+
+
+@SETTINGS
+def test_resume_ends_with_the_same_bits(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, overrides: dict
+):
+    # Inside the run after a validation, and from its first checkpoint.
+    resume_after((3, 1), lightning, run_yaml, tmp_path, overrides)
+
+
+@pytest.mark.slow
+@SETTINGS
 def test_resume_at_every_step_ends_with_the_same_bits(
     lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, overrides: dict
 ):
-    train(lightning, run_yaml, tmp_path / "whole", **overrides)
-    root = tmp_path / "killed"
-    train(lightning, run_yaml, root, **overrides)
-    for step in range(STEPS - 1, 0, -1):
-        cut_back(root, step)
-        train(lightning, run_yaml, root, **overrides)
-        assert_same_run(tmp_path / "whole", root)
+    resume_after(range(STEPS - 1, 0, -1), lightning, run_yaml, tmp_path, overrides)
 
 
 def test_resume_over_an_epoch_border_sees_every_window_once_an_epoch(
