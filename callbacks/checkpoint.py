@@ -87,6 +87,12 @@ class AtomicCheckpoint(Checkpoint):
     # Saving
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        folder = Path(trainer.default_root_dir, FOLDER)
+        if stage == "fit" and folder.exists() and not folder.is_dir():
+            raise ValueError(
+                f"{folder} is a file, and checkpoints are written to a folder of that name; rename "
+                "it, or give another trainer.default_root_dir"
+            )
         trainer.strategy.checkpoint_io = AtomicCheckpointIO(
             trainer, lambda checkpoint: self.check(trainer, checkpoint)
         )

@@ -101,8 +101,9 @@ SavedDumper.add_implicit_resolver(
 
 def dump_yaml(value: Any) -> str:
     """Return a configuration as the text of config.yaml."""
-    style = {"default_flow_style": False, "allow_unicode": True, "sort_keys": False}
-    return yaml.dump(value, Dumper=SavedDumper, **style)
+    return yaml.dump(
+        value, Dumper=SavedDumper, default_flow_style=False, allow_unicode=True, sort_keys=False
+    )
 
 
 def refuse_twice(loader: Loader, node: yaml.MappingNode) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,17 @@ FILES = ("train.bin", "train.docs.npy", "val.bin", "val.docs.npy", "tokenizer.js
 Token files of shards are `train-00000.bin` and on, which `meta.json` lists.
 """
 
+TOKEN_FILE = re.compile(r"(train|val)(-\d{5})?\.bin(\.max_id\.json)?")
+
 META_KEYS = {"format", "dtype", "byte_order", "vocab_size", "special_ids", "token_bytes"}
 META_KEYS |= {"tokenizer_fingerprint", "corpus", "train", "val"}
 SPLIT_KEYS = {"files", "tokens", "documents", "bytes", "fingerprint"}
 AGAIN = "prepare the data again by lightning prepare --overwrite"
+
+
+def is_output(name: str) -> bool:
+    """Whether a file of this name in a prepared folder is one that prepare writes."""
+    return name in FILES or TOKEN_FILE.fullmatch(name) is not None
 
 
 def split_fingerprint(paths: Sequence[Path]) -> str:

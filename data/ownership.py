@@ -1,15 +1,13 @@
 """Output folders: prepare replaces the files that it made itself, and others only when told to."""
 
-import re
 from pathlib import Path
 from typing import Any
 
-from data.folder import FILES, check_files, load_meta, missing_files
+from data.folder import FILES, check_files, is_output, load_meta, missing_files
 from data.foreign import SUFFIXES, is_foreign
 from data.tokenizer import TextTokenizer
 
 WORK = ".work"
-TOKEN_FILE = re.compile(r"(train|val)(-\d{5})?\.bin(\.max_id\.json)?")
 REPLACE = "name another folder, or replace them by lightning prepare --overwrite"
 
 
@@ -22,7 +20,7 @@ def refuse_others(output: Path, tokenizer: TextTokenizer | None) -> dict[str, An
     Raises:
         ValueError: prepare would replace files there that another program made.
     """
-    held = sorted(name for name in _names(output) if name in FILES or TOKEN_FILE.fullmatch(name))
+    held = sorted(name for name in _names(output) if is_output(name))
     if (output / WORK / "meta.json").is_file():
         return None  # a kill interrupted the renaming, which replaces these files
     meta = _own_meta(output)

@@ -15,9 +15,16 @@ import tokenizers
 from data.atomic import replace_text, sync
 from data.corpus import SourceFile, describe, python_files
 from data.encode import Sources, encode, training_texts
-from data.folder import FILES, FORMAT, load_meta, missing_files, split_fingerprint
+from data.folder import (
+    FILES,
+    FORMAT,
+    TOKEN_FILE,
+    load_meta,
+    missing_files,
+    split_fingerprint,
+)
 from data.lock import Owner, held
-from data.ownership import TOKEN_FILE, WORK, finished, refuse_others
+from data.ownership import WORK, finished, refuse_others
 from data.readers import Input, find_inputs, refuse_twins
 from data.specials import END_OF_TEXT
 from data.summary import refuse_empty, repeated

@@ -15,6 +15,7 @@ from data import chunks, pipes
 from data.chunks import CHUNK, Chunks, cut, paragraphs
 from data.compression import SUFFIXES, is_tar, refuse_name
 from data.encodings import other_encoding
+from data.folder import is_output
 from data.packages import package
 from data.paths import named_files
 from data.texts import (
@@ -54,12 +55,13 @@ class Input(Protocol):
 
 
 def find_inputs(
-    words: Iterable[str], options: ReadOptions, copies: Path | None = None
+    words: Iterable[str], options: ReadOptions, output: Path | None = None
 ) -> list[Input]:
     """Files, in order, that files, folders, globs, pipes, - and `hf:NAME[:SPLIT]` stand for.
 
     Args:
-        copies: folder where the content of pipes is kept while it is needed.
+        output: folder that is prepared. What prepare writes there is no input, also where the
+            folder lies inside one; the content of pipes is kept there while it is needed.
 
     Raises:
         ValueError: a word names nothing, a file is of no kind that we read, or a package is
@@ -72,9 +74,16 @@ def find_inputs(
             continue
         word = pipes.STANDARD_INPUT if word == "-" else word
         files = named_files(word)
+        own = output and os.path.realpath(output)
+        files = [
+            file
+            for file in files
+            if not (is_output(file.name) and os.path.realpath(file.parent) == own)
+        ]
         if not files:
-            raise ValueError(f"{word}: there is no such file; name files of {SUPPORTED}")
-        found += [InputFile(file, options, copies) for file in files]
+            fault = "the folder holds no file" if os.path.isdir(word) else "there is no such file"
+            raise ValueError(f"{word}: {fault}; name files of {SUPPORTED}")
+        found += [InputFile(file, options, output) for file in files]
     return found
 
 
@@ -180,11 +189,13 @@ class InputFile:
         try:
             row = _DECODER.decode(line)
         except json.JSONDecodeError as error:
-            detail = f"not valid JSON ({error.msg})"
-            if line.startswith("["):
-                detail += ", and a list of rows is not read, only one object a line"
+            detail, remedy = f"not valid JSON ({error.msg})", "mend it"
+            way = {"[": ".[]", "{": "."}.get(line.rstrip()[:1] if line[0] == "[" else line.rstrip())
+            if way is not None:
+                detail += ": one object per line is read"
+                remedy = f"rewrite the file by jq -c {way!r}"
             at = len(line[: error.pos].encode("utf-8"))
-            raise Fault("not valid JSON", detail, at=at) from error
+            raise Fault("not valid JSON", detail, remedy, at=at) from error
         except (ValueError, RecursionError) as error:  # a number too long, lists too deep
             raise Fault("not valid JSON", f"not valid JSON ({error})") from error
         return text_of(row, self.options.field)

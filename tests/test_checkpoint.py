@@ -282,6 +282,20 @@ def test_read_error_is_no_damage(tmp_path):
         )
 
 
+def test_file_in_the_place_of_the_checkpoints_is_refused_before_training(
+    run_yaml, lightning, tmp_path
+):
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "checkpoints").touch()
+    code, _, err = lightning("fit", "--config", run_yaml())
+    assert (code, err.splitlines()[-1]) == (
+        2,
+        f"error: {root}/checkpoints is a file, and checkpoints are written to a folder of that "
+        "name; rename it, or give another trainer.default_root_dir",
+    )
+
+
 def test_read_error_changes_no_file_and_ends_the_start(run_yaml, lightning, tmp_path):
     config = run_yaml({"trainer.max_steps": 4})
     assert lightning("fit", "--config", config)[0] == 0

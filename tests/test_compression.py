@@ -8,6 +8,7 @@ import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -92,7 +93,7 @@ def test_few_bytes_that_stand_for_many_are_given_in_parts(tmp_path, monkeypatch,
 
 
 def test_dictionary_of_zstd_is_asked_for(tmp_path):
-    samples = [f"hello world {i} foo bar {i * 7}".encode() for i in range(2000)]
+    samples: list[Any] = [f"hello world {i} foo bar {i * 7}".encode() for i in range(2000)]
     words = zstandard.train_dictionary(1024, samples)
     content = zstandard.ZstdCompressor(dict_data=words).compress(ROWS)
     (note,) = _read(tmp_path, content)

@@ -430,7 +430,8 @@ def test_another_model_is_refused_with_every_difference(
     told = refusal(lightning, "fit", "--config", run_yaml(more))
     assert "model.config.ffn_dim is 32 and of the weights 24" in told
     assert "model.config.rope_theta is 5000.0 and of the weights 10000.0" in told
-    assert "model.layers.1.mlp.up_proj.weight is (24, 16) and should be (32, 16)" in told
+    assert "model.layers.0.mlp.up_proj.weight is (24, 16) and should be (32, 16)" in told
+    assert told.endswith(" and 1 more")
     assert not (tmp_path / "more/checkpoints").exists()
 
 

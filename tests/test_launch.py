@@ -93,10 +93,11 @@ LEFTOVER = "(a leftover in this shell)"
             "MASTER_ADDR, MASTER_PORT, which that launcher sets too; unset the first (a leftover "
             "in this shell), or start by the launcher",
         ),
-        (
+        pytest.param(
             SLURM | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2"},
             f"SLURM_NTASKS is 2, but {ONE}; pass --trainer.devices 1 --trainer.num_nodes 2, or "
             "ask SLURM for as many tasks (without srun: unset SLURM_NTASKS)",
+            marks=pytest.mark.slow,  # as below
         ),
         (
             SLURM | {"SLURM_NTASKS": "2"},
@@ -167,11 +168,13 @@ def test_processes_that_do_not_fit_one_device_are_refused_before_any_work(
             "trainer.num_nodes is 1 × 2 = 2); set NODE_RANK to the number of this node, from 0 on, "
             "or start all processes by torchrun or srun",
         ),
-        (
+        pytest.param(
             SLURM | {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4"},
             {"trainer.devices": 2},
             f"SLURM_NTASKS is 4, but {TWO}; pass --trainer.devices 4 --trainer.num_nodes 1, or ask "
             "SLURM for as many tasks (without srun: unset SLURM_NTASKS)",
+            # Rank 0 keeps its error for ranks that come later.
+            marks=pytest.mark.slow,
         ),
         (
             {},

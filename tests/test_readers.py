@@ -13,6 +13,7 @@ import pytest
 import zstandard
 
 from data import chunks, readers
+from data.folder import FILES
 from data.readers import HubDataset, InputFile, find_inputs, refuse_twins
 from data.texts import BLANK, EMPTY, REPLACED, UNSPLIT, Note, ReadOptions
 
@@ -144,9 +145,15 @@ def test_chunks_may_end_anywhere(tmp_path, monkeypatch):
         (
             '[{"text":"b"},',
             "not valid JSON",
-            ", line 2, byte 27: not valid JSON (Expecting value), and a list of rows is not read, "
-            "only one object a line",
-            REMEDY,
+            ", line 2, byte 27: not valid JSON (Expecting value): one object per line is read",
+            REMEDY.replace("mend it", "rewrite the file by jq -c '.[]'"),
+        ),
+        (
+            "{",
+            "not valid JSON",
+            ", line 2, byte 14: not valid JSON (Expecting property name enclosed in double "
+            "quotes): one object per line is read",
+            REMEDY.replace("mend it", "rewrite the file by jq -c '.'"),
         ),
         (
             '{"text":"a\\ud83d"}',
@@ -495,6 +502,25 @@ def test_word_that_names_nothing_is_refused(texts, word):
     assert str(caught.value) == (
         f"{word}: there is no such file; name files of {readers.SUPPORTED}"
     )
+
+
+def test_folder_without_files_is_refused_for_what_it_is(tmp_path):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        find_inputs([str(tmp_path)], ReadOptions())
+    assert str(caught.value) == (
+        f"{tmp_path}: the folder holds no file; name files of {readers.SUPPORTED}"
+    )
+
+
+@pytest.mark.parametrize("output", [".", "out"])
+def test_files_that_prepare_writes_are_no_input_of_it(tmp_path, output):
+    made = tmp_path / output
+    made.mkdir(exist_ok=True)
+    for name in (*FILES, "train-00001.bin", "val-00000.bin.max_id.json"):
+        (made / name).write_bytes(b"{}")
+    (tmp_path / "a.txt").write_text("text")
+    found = find_inputs([str(tmp_path)], ReadOptions(), made)
+    assert [each.name for each in found] == [str(tmp_path / "a.txt")]
 
 
 @pytest.mark.parametrize("name", ["a.foo", "a.jsonl.z", "a", "a.gz", "a.xz"])
