@@ -59,15 +59,19 @@ class Sources:
             raise ValueError(item.fault)
         return None
 
-    def split_of(self, data: bytes) -> tuple[str, float]:
-        """The split of a text, equal for equal texts, and the smallest share that validates it."""
+    def split_of(self, text: str) -> tuple[str, float, int]:
+        """The split of a text, the smallest share that validates it, and its UTF-8 bytes.
+
+        Equal for equal texts.
+        """
+        data = text.encode("utf-8")
         share = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") / 2**64
-        return "val" if share < self.val_fraction else "train", share
+        return "val" if share < self.val_fraction else "train", share, len(data)
 
     def with_validation(self) -> "Sources":
         """The same with `validating` read from the inputs that are for validation."""
         items = (item for given, source in self.inputs if given == "val" for item in source)
-        texts = (item.encode("utf-8") for item in items if isinstance(item, str))
+        texts = (item for item in items if isinstance(item, str))
         shares = np.fromiter((self.split_of(text)[1] for text in texts), np.float64)
         return replace(self, validating=np.unique(shares))
 
@@ -113,14 +117,14 @@ def training_texts(sources: Sources, show: bool) -> Iterator[str]:
                 text = sources.take(item)
                 if text is None:
                     continue
-                data = text.encode("utf-8")
-                if (given or sources.split_of(data)[0]) == "train":
+                split, _, n_bytes = sources.split_of(text)
+                if (given or split) == "train":
                     if share <= 0:
                         cut += 1
                         break
                     yield text
-                    share, left = share - len(data), left - len(data)
-                    bar.update(number, source.at, len(data))
+                    share, left = share - n_bytes, left - n_bytes
+                    bar.update(number, source.at, n_bytes)
     if cut and show:
         print(f"tokenizer: trained on the beginning of {cut:,} inputs", file=sys.stderr)
 
@@ -161,9 +165,8 @@ def _batches(sources: Sources, first: int, done: int) -> Iterator[Batch]:
                 continue
             text = sources.take(item)
             if text is not None:
-                data = text.encode("utf-8")
-                split, share = sources.split_of(data)
-                document = Document(text, index, given or split, len(data), share)
+                split, share, n_bytes = sources.split_of(text)
+                document = Document(text, index, given or split, n_bytes, share)
                 if document.split == "train" and sources.validates(share):
                     batch.left_out[OVERLAP] += 1
                 batch.documents.append(document)
@@ -185,8 +188,7 @@ def _encoded(
     threads = Threads()
 
     def rows_and_lost(texts: list[str]) -> tuple[list[Sequence[int]], Counter[str]]:
-        rows = tokenizer.encode_batch(texts, threads.check)
-        return rows, tokenizer.lost(texts, rows)
+        return tokenizer.encode_counted(texts, threads.check)
 
     waiting: deque[tuple[Batch, Future[tuple[list[Sequence[int]], Counter[str]]]]] = deque()
     with threads:
@@ -218,7 +220,11 @@ def _write(
         counts, stream = work.state[document.split], ids[document.split]
         if bos_id is not None:
             stream.append(bos_id)
-        stream.extend(row)
+        if isinstance(row, array) and len(row) > len(stream):
+            row[:0] = stream  # no second copy of a long one
+            stream = ids[document.split] = row
+        else:
+            stream.extend(row)
         stream.append(eos_id)
         ends[document.split].append(len(stream))
         counts["eos"] += 1

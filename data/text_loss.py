@@ -95,11 +95,12 @@ def lost_characters(texts: Sequence[str], decoded: Sequence[str]) -> Counter[str
     lost: Counter[str] = Counter()
     for text, found in zip(texts, decoded, strict=True):
         if text != found:
-            lost += _counted(text) - _counted(found)
+            lost += counted(text) - counted(found)
     return lost
 
 
-def _counted(text: str) -> Counter[str]:
+def counted(text: str) -> Counter[str]:
+    """Each character of a text, and how often it is there."""
     counts: Counter[str] = Counter()
     # Counting a long text at once would keep the main thread from hearing signals.
     for begin in range(0, len(text), COUNTED):

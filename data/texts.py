@@ -82,13 +82,18 @@ def emit(
         data: what `parse` takes, or UTF-8 bytes of it.
         parse: gives the text, as str or UTF-8 bytes.
     """
-    replaced, value = False, data
+    replaced, value, head = False, data, b""
+    del data
     try:
-        if isinstance(data, bytearray):
-            if data.startswith(BOM):
-                data, at = data[len(BOM) :], (at or 0) + len(BOM)
-            value, replaced = _decode(data, options)
+        if isinstance(value, bytearray):
+            if value.startswith(BOM):
+                del value[: len(BOM)]
+                at = (at or 0) + len(BOM)
+            head, raw = bytes(value[: 4 * SHOWN]), value
+            value, replaced = _decode(raw, options)
+            raw.clear()  # callers hold a long row too, whose memory is needed now
         text = parse(value)
+        del value
         if not isinstance(text, str):
             text, replaced = _decode(text, options)
         if not text.isascii():
@@ -98,7 +103,7 @@ def emit(
             raise Fault(BINARY, f"no text, or in another encoding ({found})", CONVERT)
     except Fault as fault:
         byte = "" if at is None else f", byte {at + fault.at}"
-        yield fault.note(place + byte, _shown(data))
+        yield fault.note(place + byte, _shown(head))
     else:
         if replaced:
             yield Note(REPLACED)
@@ -173,8 +178,6 @@ def _named(value: Any) -> str:
     return kinds.get(type(value), f"a number ({value})")
 
 
-def _shown(data: Any) -> str:
-    if not isinstance(data, bytearray):
-        return ""
-    text = data[: 4 * SHOWN].decode("utf-8", "replace")[:SHOWN]
-    return f": {''.join(c if c.isprintable() else ' ' for c in text).rstrip()}"
+def _shown(head: bytes) -> str:
+    text = head.decode("utf-8", "replace")[:SHOWN]
+    return f": {''.join(c if c.isprintable() else ' ' for c in text).rstrip()}" if head else ""

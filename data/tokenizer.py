@@ -5,16 +5,16 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from data.atomic import replace_text
+from data.cuts import Cuts
 from data.specials import (
     EOS_NAMES,
     SPECIAL_NAMES,
@@ -28,16 +28,15 @@ from data.specials import (
     with_bos,
     with_told_names,
 )
-from data.text_loss import keeps_text, lost_characters
+from data.text_loss import counted, keeps_text, lost_characters
 
 # Longer texts are encoded piece by piece.
 PIECE_CHARACTERS = 1 << 18
 # Tokens at a piece's end that what follows may change.
 UNSURE_TOKENS = 64
-# What in a pattern looks at letters that it does not take; spaces at an end are seen to.
-LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[bBAGKyYzZ]|\$|(?<![\[\\])\^")
+# More without a place to cut takes some 200 bytes of memory a character.
+MOST_UNCUT = 1 << 24
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-SPACES_AT_END = re.compile(r"\\s\+\+?(\(\?!\\S\)|\$|\\z)")
 
 
 class TextTokenizer:
@@ -64,12 +63,8 @@ class TextTokenizer:
         if neutralize(content, {self.special_id(kind) for kind in SPECIAL_NAMES}):
             self._tokenizer = Tokenizer.from_str(json.dumps(content, ensure_ascii=False))
         self._content = content
-        # It adds special tokens, which nobody asks for, and shifts offsets.
-        self._tokenizer.post_processor = None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
-        self._can_cut = _splits_from_left(content)
+        _encode_only(self._tokenizer)
+        self._cuts = Cuts(content)
         self._keeps_text = keeps_text(content)
         decoder = json.dumps(content.get("decoder"))
         # Bytes that follow one another are one text or, where they are no UTF-8, U+FFFD each.
@@ -206,6 +201,11 @@ class TextTokenizer:
         """The ids of the text alone, no special token added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    @cached_property
+    def _rest(self) -> Tokenizer:
+        """What encodes all pieces of a long text but its first."""
+        return _encode_only(Tokenizer.from_str(self._cuts.rest(self._content)))
+
     def encode_batch(
         self, texts: Sequence[str], check: Callable[[], None] = lambda: None
     ) -> list[Sequence[int]]:
@@ -214,36 +214,71 @@ class TextTokenizer:
         Args:
             check: called between pieces of a long text, to leave by an error.
         """
-        short = [text for text in texts if len(text) <= PIECE_CHARACTERS or not self._can_cut]
-        encodings = self._tokenizer.encode_batch_fast(short, add_special_tokens=False)
-        if len(short) == len(texts):
-            return [encoding.ids for encoding in encodings]
-        known = dict(zip(short, encodings, strict=True))
-        return [
-            known[text].ids if text in known else self._encode_long(text, check) for text in texts
-        ]
+        return self.encode_counted(texts, check, count=False)[0]
 
-    def _encode_long(self, text: str, check: Callable[[], None]) -> Sequence[int]:
-        # Piece by piece: an encoding takes over 100 bytes a character.
-        ids = array("I")
-        begin, size = 0, PIECE_CHARACTERS
+    def encode_counted(
+        self, texts: Sequence[str], check: Callable[[], None], count: bool = True
+    ) -> tuple[list[Sequence[int]], Counter[str]]:
+        """The ids of each text, and the characters that they do not hold, in bounded memory.
+
+        Raises:
+            ValueError: for a text too long to be encoded as a whole, which cannot be cut.
+        """
+        short = [text for text in texts if len(text) <= PIECE_CHARACTERS]
+        encodings = self._tokenizer.encode_batch_fast(short, add_special_tokens=False)
+        known = [encoding.ids for encoding in encodings]
+        lost = self.lost(short, known) if count else Counter()
+        if len(short) == len(texts):
+            return list[Sequence[int]](known), lost
+        left, rows = iter(known), list[Sequence[int]]()
+        for text in texts:
+            if len(text) <= PIECE_CHARACTERS:
+                rows.append(next(left))
+                continue
+            ids = array("I")
+            for piece, new in self._pieces(text):
+                check()
+                if count and not self._keeps_text:
+                    # With the id before, so that a space between the two is there.
+                    before = ids[-1:].tolist()
+                    lost += counted(piece) - (self._kept(before + new) - self._kept(before))
+                ids.fromlist(new)
+            rows.append(ids)
+        return rows, lost
+
+    def _pieces(self, text: str) -> Iterator[tuple[str, list[int]]]:
+        """A long text piece by piece with its ids: an encoding takes over 100 bytes a character."""
+        begin, size, tokenizer = 0, PIECE_CHARACTERS, self._tokenizer
         while len(text) - begin > size:
-            check()
-            encoding = self._tokenizer.encode(text[begin : begin + size], add_special_tokens=False)
-            for token in range(len(encoding) - UNSURE_TOKENS, 0, -1):
-                span = encoding.token_to_chars(token)
-                assert span is not None
-                start = begin + span[0]
-                new_word = encoding.token_to_word(token) != encoding.token_to_word(token - 1)
-                # Spaces at an end are one word, which they may not be inside a text.
-                if new_word and not text[start - 1].isspace():
-                    ids.fromlist(encoding.ids[:token])
-                    begin, size = start, PIECE_CHARACTERS
-                    break
+            if size > MOST_UNCUT:
+                raise ValueError(
+                    f"a text has {size:,} characters and more, from {text[begin : begin + 20]!r} "
+                    f"on, that {self.source} can only encode as a whole: divide it into several "
+                    "documents, a .txt such as by --split_documents blank_line"
+                )
+            encoding = tokenizer.encode(text[begin : begin + size], add_special_tokens=False)
+            if found := self._last_cut(text, begin, encoding):
+                n_ids, end = found
+                yield text[begin:end], encoding.ids[:n_ids]
+                begin, size, tokenizer = end, PIECE_CHARACTERS, self._rest
             else:
                 size *= 2
-        ids.fromlist(self.encode(text[begin:]))
-        return ids
+        yield text[begin:], tokenizer.encode(text[begin:], add_special_tokens=False).ids
+
+    def _last_cut(self, text: str, begin: int, encoding: Encoding) -> tuple[int, int] | None:
+        """Ids of an encoding up to where the text is cut, and that place."""
+        if not self._cuts:
+            return None
+        for inside in (False, True):
+            for token in range(len(encoding) - UNSURE_TOKENS, 0, -1):
+                span, last = encoding.token_to_chars(token), encoding.token_to_chars(token - 1)
+                assert span is not None
+                assert last is not None
+                word = encoding.token_to_word(token) != encoding.token_to_word(token - 1)
+                place = self._cuts.place(text, begin + span[0], word, inside)
+                if place is not None and begin + last[1] <= place:
+                    return token, place
+        return None
 
     def lost(self, texts: Sequence[str], rows: Sequence[Sequence[int]]) -> Counter[str]:
         """Characters of texts that their ids do not hold; an unknown token holds none."""
@@ -251,6 +286,9 @@ class TextTokenizer:
             return Counter()
         kept = [[token_id for token_id in row if token_id != self.unknown_id] for row in rows]
         return lost_characters(texts, self._tokenizer.decode_batch(kept, skip_special_tokens=False))
+
+    def _kept(self, ids: Sequence[int]) -> Counter[str]:
+        return counted(self.decode([i for i in ids if i != self.unknown_id]))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens spelled out."""
@@ -311,24 +349,13 @@ class TextTokenizer:
         return type(self), (self._text, self.source)
 
 
-def _splits_from_left(content: dict[str, Any]) -> bool:
-    """Whether a text may be cut where the pre-tokenizer cuts it, and nothing changes."""
-    added = content.get("added_tokens", [])
-    if content.get("normalizer") or not all(token["special"] for token in added):
-        return False
-    found = content.get("pre_tokenizer") or {}
-    parts = found["pretokenizers"] if found.get("type") == "Sequence" else [found]
-    kinds = [part.get("type") for part in parts]
-    if kinds[-1:] != ["ByteLevel"] or parts[-1]["add_prefix_space"]:
-        return False
-    if kinds == ["ByteLevel"]:
-        return parts[0].get("use_regex", True)
-    pattern = parts[0].get("pattern", {}).get("Regex")
-    isolated = kinds == ["Split", "ByteLevel"] and parts[0]["behavior"] == "Isolated"
-    simple = pattern and not LOOKS_AROUND.search(SPACES_AT_END.sub("", pattern))
-    return bool(
-        isolated and simple and not parts[0]["invert"] and not parts[1].get("use_regex", True)
-    )
+def _encode_only(tokenizer: Tokenizer) -> Tokenizer:
+    # It adds special tokens, which nobody asks for, and shifts offsets.
+    tokenizer.post_processor = None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def _written_bytes(token: str) -> int:

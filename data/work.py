@@ -18,6 +18,8 @@ SPLITS = ("train", "val")
 STATE = {"job", "next", "left_out", "lowest_share", *SPLITS}
 # Of an .npy of offsets; written when their number is known, for which numpy leaves room.
 HEADER_BYTES = 128
+# Ids that are narrowed and written at once.
+AT_ONCE = 1 << 20
 
 
 class SplitWriter:
@@ -70,16 +72,16 @@ class SplitWriter:
         Raises:
             ValueError: for an id too large for the type.
         """
-        narrowed = narrow(ids, self.dtype, self.folder / self.files[-1])
         _write(self._docs, (self.tokens + ends).astype("<i8").tobytes())
         self.documents += ends.size
-        while narrowed.size:
-            room = narrowed.size
+        while ids.size:
+            room = min(ids.size, AT_ONCE)
             if self.shard_tokens is not None:
-                room = self.shard_tokens - self.tokens % self.shard_tokens
-            _write(self._file, narrowed[:room].tobytes())
-            self.tokens += narrowed[:room].size
-            narrowed = narrowed[room:]
+                room = min(room, self.shard_tokens - self.tokens % self.shard_tokens)
+            part = narrow(ids[:room], self.dtype, self.folder / self.files[-1])
+            _write(self._file, part.tobytes())
+            self.tokens += room
+            ids = ids[room:]
             if self.shard_tokens is not None and self.tokens % self.shard_tokens == 0:
                 self.sync()
                 self._file.close()

@@ -350,7 +350,7 @@ def test_long_texts_have_the_ids_of_the_whole(monkeypatch, make):
     whole = tokenizer.encode_batch(texts)
     monkeypatch.setattr(tokenizer_module, "PIECE_CHARACTERS", 90)
     monkeypatch.setattr(tokenizer_module, "UNSURE_TOKENS", 24)
-    assert tokenizer._can_cut
+    assert tokenizer._cuts
     assert [list(ids) for ids in tokenizer.encode_batch(texts)] == whole
 
 
@@ -381,21 +381,20 @@ BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         ([pre_tokenizers.Split(Regex(r"a$|."), "isolated"), BYTES], False),
         ([pre_tokenizers.Split(Regex(r"\s"), "removed"), BYTES], False),
         ([pre_tokenizers.Digits(), BYTES], False),
-        ([pre_tokenizers.ByteLevel(add_prefix_space=True)], False),
+        ([pre_tokenizers.ByteLevel(add_prefix_space=True)], True),
         ([pre_tokenizers.ByteLevel(add_prefix_space=False)], True),
         ([BYTES], False),
-        ([pre_tokenizers.Metaspace()], False),
+        ([pre_tokenizers.Metaspace()], True),
     ],
 )
-def test_only_texts_split_from_the_left_are_cut(parts, cut):
-    assert _splitting(*parts)._can_cut == cut
+def test_texts_are_cut_where_words_depend_on_nothing_else(parts, cut):
+    assert bool(_splitting(*parts)._cuts) == cut
 
 
-def test_normalizer_or_tokens_in_the_text_forbid_a_cut(tokenizer, tmp_path):
+def test_tokens_that_take_what_is_around_them_forbid_a_cut(tokenizer, tmp_path):
     added = json.loads(tokenizer._text)["added_tokens"]
-    assert not TextTokenizer.load(_saved(tokenizer, tmp_path, normalizer={"type": "NFC"}))._can_cut
-    added.append(added[0] | {"id": 290, "content": "def", "special": False})
-    assert not TextTokenizer.load(_saved(tokenizer, tmp_path, added_tokens=added))._can_cut
+    added.append(added[0] | {"id": 290, "content": "def", "special": False, "lstrip": True})
+    assert not TextTokenizer.load(_saved(tokenizer, tmp_path, added_tokens=added))._cuts
 
 
 # Ids without a token
