@@ -115,6 +115,7 @@ def test_trial_run_leaves_no_log(run_yaml, lightning, tmp_path):
     assert not (tmp_path / "run" / "console.log").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full 2>/dev/full"])
 def test_streams_that_are_closed_or_full_do_not_stop_a_command(streams, tmp_path):
     command = f'"{sys.executable}" cli.py verify --ckpt_path "{tmp_path}" {streams}'

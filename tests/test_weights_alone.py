@@ -27,8 +27,10 @@ def use(path: Path) -> str:
     )
 
 
-@pytest.mark.parametrize("command", ["fit", "validate"])
-@pytest.mark.parametrize("ckpt_path", ["last", "best", None, "file", "folder"])
+@pytest.mark.parametrize(
+    ("command", "ckpt_path"),
+    [("fit", "last"), ("fit", "best"), ("fit", None), ("fit", "file"), ("validate", "folder")],
+)
 def test_weights_alone_are_no_checkpoint(
     weights, lightning, run_yaml, tmp_path, command, ckpt_path
 ):
@@ -40,8 +42,9 @@ def test_weights_alone_are_no_checkpoint(
     assert (code, err.splitlines()[-1], weights.read_bytes()) == (2, use(weights), content)
 
 
-@pytest.mark.parametrize("command", ["fit", "validate"])
-@pytest.mark.parametrize("name", ["", "model.safetensors", "config.json"])
+@pytest.mark.parametrize(
+    ("command", "name"), [("fit", ""), ("validate", "model.safetensors"), ("fit", "config.json")]
+)
 def test_a_folder_of_hugging_face_is_no_checkpoint(
     weights, lightning, run_yaml, tmp_path, command, name
 ):
