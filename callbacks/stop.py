@@ -86,6 +86,7 @@ class StopRequests:
         self.received, self.saves, self._codes = 0, False, exit_codes()
         self.began = time.monotonic()
         self._heard = threading.Event()
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._before = {number: signal.signal(number, self._handle) for number in self._codes}
         read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -94,6 +95,8 @@ class StopRequests:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # An error inside a batch leaves the signals blocked.
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)

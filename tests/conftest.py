@@ -122,6 +122,13 @@ def run_yaml(corpus: Path, tmp_path: Path) -> RunYaml:
     return write
 
 
+@pytest.fixture(autouse=True)
+def signals_reach_this_process() -> Iterator[None]:
+    """Fail a test that leaves signals blocked: later programs would not hear them."""
+    yield
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
 @pytest.fixture
 def lightning(capsys: pytest.CaptureFixture[str]) -> Iterator[Lightning]:
     """Run the command line in this process: `code, out, err = lightning("fit", ...)`."""

@@ -171,6 +171,8 @@ def test_rows_are_durable_before_the_checkpoint_that_follows_them(
     monkeypatch.setattr(os, "replace", watch_replace)
     code, _, err = lightning("fit", "--config", run_yaml({"trainer.limit_val_batches": 0}))
     assert code == 0, err
+    names = [name for name, _ in moments]
     for step in (2, 4, 6):
-        saved = moments.index((f"step-{step:08d}", step + 1))
-        assert ("rows", step + 1) in moments[:saved]
+        # The file is written beside training, which may have logged more by then.
+        before = moments[: names.index(f"step-{step:08d}")]
+        assert max(n_lines for name, n_lines in before if name == "rows") >= step + 1
