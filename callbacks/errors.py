@@ -8,6 +8,10 @@ from pathlib import Path
 
 HOME = Path(__file__).resolve().parent.parent
 PARTS = ("cli.py", "callbacks", "data", "lm")
+WORKER_LOST = (
+    "a process that reads data was killed, perhaps because memory ran out: lower data.num_workers "
+    "or free memory, and give the same command again, which goes on from the newest checkpoint"
+)
 
 
 def report(error: Exception) -> int:
@@ -21,6 +25,8 @@ def report(error: Exception) -> int:
     if type(error).__module__.partition(".")[0] in ("wandb", "swanlab"):
         # Nobody is logged in, or no network is there.
         notes = ["tracker.offline true keeps figures here, tracker.name null does without"]
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+        notes = [WORKER_LOST]
     peers, lost = None, False
     if "torch.distributed" in sys.modules:
         from callbacks.peers import is_lost, started_with_others

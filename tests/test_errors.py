@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from callbacks import errors
 from callbacks.errors import raised_here, report
+from data.windows import Windows
 
 SOURCE = """
 def on_purpose():
@@ -64,3 +67,13 @@ def test_error_that_a_library_raises_is_not_ours():
 def test_mistake_of_the_user_is_one_line(function: Callable, capsys: pytest.CaptureFixture[str]):
     assert report(outcome(function("on_purpose"))) == 2
     assert capsys.readouterr().err == "error: seq_len is 0: it must be at least 1\n"
+
+
+def test_killed_data_worker_is_told_in_two_lines(run_yaml, lightning, monkeypatch):
+    def killed(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(Windows, "__getitems__", killed)
+    code, _, err = lightning("fit", "--config", run_yaml(), "--data.num_workers", 1)
+    assert (code, err.splitlines()[-1]) == (1, errors.WORKER_LOST)
+    assert "Traceback" not in err
