@@ -118,8 +118,9 @@ def cut(chunks: Iterable[bytes], separator: bytes, any_line_end: bool = False) -
             pieces, widths = found[::2], map(len, found[1::2])
         rest += pieces[0]
         for width, following in zip(widths, pieces[1:], strict=False):
+            end = at + len(rest) + width  # before the reader of the piece empties it
             yield (at, rest) if lost is None else (lost, None)
-            at, rest, lost = at + len(rest) + width, following, None
+            at, rest, lost = end, following, None
         if len(rest) > MAX_PIECE:
             lost = at if lost is None else lost
             at += len(rest) - longest

@@ -55,6 +55,15 @@ UNREAD_NAMES = {
 TAR_MARK = slice(257, 262)
 
 
+def kind_inside(head: bytes) -> str | None:
+    """What decompressed bytes begin with where that is no text: an archive, or compressed again."""
+    if head.startswith(b"BZh"):
+        return "bzip2 data" if head[4:10] in BZIP2_BLOCKS else None
+    found = (f"{kind} data" for magic, kind in MAGICS.items() if head.startswith(magic))
+    other = (what for magic, (what, _) in UNREAD.items() if head.startswith(magic))
+    return next(found, None) or next(other, None)
+
+
 def compression_of(path: Path) -> str | None:
     """How a file is compressed, or "parquet"; None for plain text.
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from data import chunks, pipes
 from data.chunks import CHUNK, Chunks, cut, paragraphs
-from data.compression import SUFFIXES, is_tar, refuse_name
+from data.compression import SUFFIXES, is_tar, kind_inside, refuse_name
 from data.encodings import other_encoding
 from data.folder import is_output
 from data.packages import package
@@ -98,7 +98,8 @@ def refuse_twins(inputs: Iterable[Input]) -> None:
         place = os.path.realpath(each.name) if isinstance(each, InputFile) else each.name
         if place in seen:
             raise ValueError(
-                f"{each.name} is named twice: its text would count double; name it once"
+                f"{each.name} is named twice: its text would count double; name it once, and keep "
+                "files of --val_input out of the folders of --input"
             )
         seen.add(place)
 
@@ -157,6 +158,12 @@ class InputFile:
             raise Fault(
                 ENCODED, "a tar archive", "unpack it, such as by tar -xf, and name what comes out"
             )
+        if beginning.kind is not None and (inner := kind_inside(head)):
+            raise Fault(
+                ENCODED,
+                f"{inner} inside {beginning.kind} data",
+                "unpack it until its text is plain, and name what comes out",
+            )
         if encoding := other_encoding(head):
             command = f"iconv -f {encoding} -t UTF-8"
             remedy = f"pipe its text through {command}"
@@ -194,6 +201,9 @@ class InputFile:
             if way is not None:
                 detail += ": one object per line is read"
                 remedy = f"rewrite the file by jq -c {way!r}"
+            elif "\r" in line.rstrip("\r"):
+                detail += ": its lines end with CR alone"
+                remedy = r"rewrite the file by tr '\r' '\n'"
             at = len(line[: error.pos].encode("utf-8"))
             raise Fault("not valid JSON", detail, remedy, at=at) from error
         except (ValueError, RecursionError) as error:  # a number too long, lists too deep

@@ -16,6 +16,7 @@ OF_FILES = (DAMAGED, ENCODED)
 """Reasons that end the reading of a file."""
 TO_UTF8 = "convert the file, read U+FFFD for it by --encoding_errors replace"
 CONVERT = "convert it by iconv -f ITS_ENCODING -t UTF-8"
+IF_TEXT = f"{CONVERT} if it is text"
 # Not \\newpage and the like, which texts hold.
 ESCAPES = re.compile(r"\\[nrt](?![A-Za-z])")
 SHOWN = 80
@@ -100,7 +101,7 @@ def emit(
             text, half = _pair(text, options)
             replaced |= half
         if found := not_text(text, replaced):
-            raise Fault(BINARY, f"no text, or in another encoding ({found})", CONVERT)
+            raise Fault(BINARY, f"no text, or in another encoding ({found})", IF_TEXT)
     except Fault as fault:
         byte = "" if at is None else f", byte {at + fault.at}"
         yield fault.note(place + byte, _shown(head))

@@ -162,3 +162,26 @@ def test_archive_inside_compressed_data_is_no_text(tmp_path):
         f"{tmp_path / 'a.jsonl.gz'}, byte 0: a tar archive; unpack it, such as by tar -xf, and "
         "name what comes out, or leave the rest of the file out by --on_bad_row skip"
     )
+
+
+@pytest.mark.parametrize(
+    ("inner", "what"),
+    [
+        (gzip.compress(ROWS, mtime=0), "gzip data"),
+        (bz2.compress(ROWS), "bzip2 data"),
+        (b"PK\x03\x04" + bytes(60), "a zip archive"),
+        (b"%PDF-1.7" + bytes(60), "a PDF"),
+    ],
+    ids=["gzip", "bzip2", "zip", "pdf"],
+)
+def test_what_is_compressed_twice_is_named(tmp_path, inner, what):
+    (note,) = _read(tmp_path, gzip.compress(inner))
+    assert isinstance(note, Note)
+    assert note.fault == (
+        f"{tmp_path}/a.jsonl, byte 0: {what} inside gzip data; unpack it until its text is plain, "
+        "and name what comes out, or leave the rest of the file out by --on_bad_row skip"
+    )
+
+
+def test_text_that_begins_like_an_archive_is_read(tmp_path):
+    assert _read(tmp_path, gzip.compress(b'BZh9{"text":"a"}\n'))[0] is not None

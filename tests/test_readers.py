@@ -504,6 +504,17 @@ def test_word_that_names_nothing_is_refused(texts, word):
     )
 
 
+def test_rows_that_end_with_cr_alone_are_told_how_to_become_lines(tmp_path):
+    path = _write(tmp_path, "a.jsonl", b'{"text":"b"}\r{"text":"c"}\r')
+    (note,) = InputFile(path, ReadOptions())
+    assert isinstance(note, Note)
+    assert note.fault == (
+        f"{path}, line 1, byte 13: not valid JSON (Extra data): its lines end with CR alone: "
+        '{"text":"b"} {"text":"c"}; '
+        + REMEDY.replace("mend it", r"rewrite the file by tr '\r' '\n'")
+    )
+
+
 def test_folder_without_files_is_refused_for_what_it_is(tmp_path):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         find_inputs([str(tmp_path)], ReadOptions())
@@ -538,7 +549,8 @@ def test_file_named_twice_is_refused(texts):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         refuse_twins(find_inputs(["texts", "texts/../texts/b.txt"], ReadOptions()))
     assert str(caught.value) == (
-        "texts/../texts/b.txt is named twice: its text would count double; name it once"
+        "texts/../texts/b.txt is named twice: its text would count double; name it once, and keep "
+        "files of --val_input out of the folders of --input"
     )
 
 
