@@ -10,7 +10,7 @@ from conftest import Lightning, RunYaml
 
 from callbacks.checkpoint_files import checkpoints, read_checkpoint, read_newest, write_checkpoint
 from callbacks.way_out import after_non_finite
-from lm.finite import NonFiniteError, few, non_finite
+from lm.finite import NonFiniteError, few, is_finite, non_finite
 from lm.optim import lower_rate
 
 WEIGHT = "state_dict.net.model.norm.weight"
@@ -129,3 +129,13 @@ def test_advice_names_the_newest_checkpoint_from_before_the_trouble(tmp_path):
 @pytest.mark.parametrize(("lr", "lower"), [(3e-3, 1e-3), (1e38, 3e-4)])
 def test_lower_rate_is_one_that_can_work(lr, lower):
     assert lower_rate(lr) == pytest.approx(lower)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_bad_element_is_found_in_any_type(dtype: torch.dtype, bad: float):
+    tensor = torch.full((3, 7), torch.finfo(dtype).max, dtype=dtype)
+    assert is_finite(tensor)  # though its sum is not
+    tensor[2, 5] = bad
+    assert not is_finite(tensor)
+    assert not is_finite(tensor.T)
