@@ -585,7 +585,7 @@ def cli_class(command: str, runs: bool) -> type:
             if not runs:
                 return None
             trainer: Any = super().instantiate_trainer(**kwargs)
-            trainer.peer_facts = same_everywhere(self.config[command].as_dict())
+            trainer.peer_facts = lambda: same_everywhere(self.config[command].as_dict())
             for callback in trainer.callbacks:
                 if isinstance(callback, Weights):
                     callback.export = export_weights

@@ -1,1 +1,1 @@
-"""What watches or steers a run through Lightning's hooks; knows neither lm nor data."""
+"""Callbacks, loggers and the Trainer of a run; may use lm and data."""

@@ -45,6 +45,11 @@ class StopSignals(Checkpoint):
         self._now = now
         self._deadline = float("inf")
         self._mask: Any = None
+        self._swaps: str | None = None  # what may hold other weights during a validation
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Also where no step is left: a validation that is due may still be made up.
+        self._swaps = acts_in_validation(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         budget = cast(Any, trainer).max_seconds
@@ -57,8 +62,11 @@ class StopSignals(Checkpoint):
                     "warning: a SIGUSR1 of SLURM kills torchrun, and nothing is saved then; add "
                     "--signals-to-handle SIGTERM,SIGINT,SIGUSR1 to torchrun"
                 )
-        if (name := acts_in_validation(trainer)) is not None:
-            announce(f"a stop request waits for the end of a validation, because {name} acts in it")
+        if self._swaps is not None:
+            announce(
+                "a stop request waits for the end of a validation, because "
+                f"{self._swaps} acts in it"
+            )
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
@@ -114,7 +122,7 @@ class StopSignals(Checkpoint):
         self._release()
         # A validation may take longer than the grace before a SIGKILL. What is saved here says
         # that it is still due.
-        if trainer.state.fn == "fit" and acts_in_validation(trainer) is None:
+        if trainer.state.fn == "fit" and self._swaps is None:
             self._leave_if_asked(trainer, by_the_clock=False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -401,7 +401,7 @@ class Trainer(LightningTrainer):
         )
         self._check_processes(launch)
         self.peers: Peers | None = None
-        self.peer_facts: dict[str, Any] = {}
+        self.peer_facts: Callable[[], dict[str, Any]] = dict
         self.start_elsewhere: Callable[[], None] = lambda: None
         self._set_peer_timeout(peer_timeout)
         if self.world_size > 1:
@@ -451,7 +451,7 @@ class Trainer(LightningTrainer):
         """Wait for the other processes, and return what rank 0 resumes from."""
         peers.children = getattr(self.strategy.launcher, "procs", [])
         limit = self.peer_timeout.total_seconds()
-        peers.meet(limit, self.peer_facts)
+        peers.meet(limit, self.peer_facts())
         path = peers.decide("ckpt_path", None if ckpt_path is None else str(ckpt_path), limit)
         if self.state.fn == "fit" and not is_dry_run(self):
             root = Path(self.default_root_dir)

@@ -49,6 +49,8 @@ class Cuts:
         self._bytes = plain and self._from_left and not known
         self._marks = plain and apart and _is_one_word(self._normalizers, self._parts)
         self._vocab = {*model["vocab"]} if self._bytes or self._marks else set()
+        self._longest_added = max(map(len, self._added), default=0)
+        self._longest_word = max(map(len, self._vocab), default=0)
 
     def __bool__(self) -> bool:
         return self._from_left or self._at_spaces or self._marks
@@ -84,9 +86,9 @@ class Cuts:
         return at if free and not self._covered(text, at, self._added) else None
 
     def _covered(self, text: str, at: int, tokens: set[str]) -> bool:
-        if not tokens:
+        most = self._longest_word if tokens is self._vocab else self._longest_added
+        if not most:
             return False
-        most = max(map(len, tokens))
         before, after = text[max(0, at - most) : at], text[at : at + most]
         if tokens is self._vocab:
             before, after = self._written(before)[-most:], self._written(after)[:most]

@@ -1,1 +1,1 @@
-"""The network and how it learns; knows no files and no runs."""
+"""The network, how it learns, and its forms on disk; knows neither data nor runs."""

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from importlib.metadata import version
@@ -42,6 +42,7 @@ SEAL = "\n<!-- CRC32: "
 FILES = ("config.json", "generation_config.json", WEIGHTS, INDEX, "README.md")
 FILES += ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 SHARDS = "model-?????-of-?????.safetensors"
+BLOCK_BYTES = 1 << 24  # that are read at once for a checksum
 PROBE = "def main(argument):\n    return 'été 漢字 🙂'  # 1 + 1\n"
 
 
@@ -180,8 +181,8 @@ def is_export(folder: Path) -> bool:
 
 def seal(folder: Path, card: str) -> str:
     """A card with the checksums of itself and of the weights in a folder."""
-    sums = {path.name: checksum(path.read_bytes()) for path in folder.glob("*.safetensors")}
-    return f"{card}{SEAL}{json.dumps(sums | {'README.md': checksum(card.encode())})} -->\n"
+    sums = {path.name: file_checksum(path) for path in folder.glob("*.safetensors")}
+    return f"{card}{SEAL}{json.dumps(sums | {'README.md': checksum([card.encode()])})} -->\n"
 
 
 def changed(folder: Path) -> list[str]:
@@ -196,14 +197,23 @@ def changed(folder: Path) -> list[str]:
         sums = json.loads(text.removesuffix(" -->\n"))
     except ValueError:
         return ["README.md"]
-    contents = {path.name: path.read_bytes for path in sorted(folder.glob("*.safetensors"))}
-    contents["README.md"] = card.encode
-    return [name for name, read in contents.items() if sums.get(name) != checksum(read())]
+    found = {path.name: file_checksum(path) for path in sorted(folder.glob("*.safetensors"))}
+    found["README.md"] = checksum([card.encode()])
+    return [name for name, digits in found.items() if sums.get(name) != digits]
 
 
-def checksum(content: bytes) -> str:
-    """CRC32 as hexadecimal digits."""
-    return f"{zlib.crc32(content):08x}"
+def file_checksum(path: Path) -> str:
+    """Checksum of a file, read block by block: weights may be larger than the memory."""
+    with path.open("rb") as file:
+        return checksum(iter(lambda: file.read(BLOCK_BYTES), b""))
+
+
+def checksum(parts: Iterable[bytes]) -> str:
+    """CRC32 of bytes in parts, as hexadecimal digits."""
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return f"{crc:08x}"
 
 
 def is_own_name(path: Path) -> bool:
