@@ -45,4 +45,4 @@ fmt: env ## format the code and sort imports
 	$(BIN)/ruff format .
 
 sizes: ## lines of each source file
-	@wc -l lm/*.py data/*.py callbacks/*.py cli.py | sort -n
+	@find lm data callbacks cli.py -name "*.py" -size +0 | xargs wc -l | sort -n

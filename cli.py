@@ -21,12 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from callbacks.console import Console, Log, drop_unread, open_standard_streams
-from callbacks.errors import report
-from callbacks.launch import forget_launcher, read_launch
-from callbacks.options import LineParser, finite, integer, local_path, nonempty, utf8
-from callbacks.parent import die_with_parent, hand_over_id
-from callbacks.stop import StopRequests, leave
+from callbacks.config.options import LineParser, finite, integer, local_path, nonempty, utf8
+from callbacks.processes.console import Console, Log, drop_unread, open_standard_streams
+from callbacks.processes.errors import report
+from callbacks.processes.launch import forget_launcher, read_launch
+from callbacks.processes.parent import die_with_parent, hand_over_id
+from callbacks.processes.stop_requests import StopRequests, leave
 
 # Configuration keys that always follow another one.
 LINKS = {
@@ -153,8 +153,8 @@ def prepare(argv: list[str]) -> None:
         print(input_parser().format_help(), "", sep="\n")
     overwrite, argv = OVERWRITE in argv, [word for word in argv if word != OVERWRITE]
 
-    from data.prepare import prepare_corpus
-    from data.summary import summary
+    from data.prepare.prepare import prepare_corpus
+    from data.prepare.summary import summary
 
     data = run_cli("prepare", argv).datamodule
     if data.path is None:
@@ -222,9 +222,9 @@ def prepare_input(argv: list[str]) -> None:
     inputs, output = options.pop("input"), Path(options.pop("output"))
     how = {name: options.pop(name) for name in ("overwrite", "workers")}
 
-    from data.prepare import Settings, prepare_files
-    from data.summary import summary
-    from data.texts import ReadOptions
+    from data.prepare.prepare import Settings, prepare_files
+    from data.prepare.summary import summary
+    from data.prepare.texts import ReadOptions
 
     read = {name: options.pop(name) for name in ("field", "split_documents", "encoding_errors")}
     settings = Settings(read=ReadOptions(**read), **options)
@@ -251,7 +251,7 @@ def plan(argv: list[str]) -> None:
 
     import json
 
-    from callbacks.trainer import keep_promises
+    from callbacks.run.trainer import keep_promises
     from lm.plan import HOURS, ledger, table
 
     keep_promises(vars(cli.config.trainer))
@@ -263,9 +263,9 @@ def run_plan(cli: Any, hours: tuple[float, ...]) -> Any:
     """The numbers of a parsed run that its plan is made of."""
     import torch
 
-    from callbacks.checkpoint_files import checkpoints
+    from callbacks.checkpoint.files import checkpoints
     from callbacks.peak_flops import peak_flops
-    from callbacks.trainer import choose_precision, device_type
+    from callbacks.run.trainer import choose_precision, device_type
     from lm.plan import RunPlan
 
     trainer, checkpoint, throughput = (
@@ -360,9 +360,9 @@ def drill(argv: list[str]) -> None:
     if options.steps is not None and options.steps < 6:
         raise ValueError(f"--steps is {options.steps}: must be at least 6, to save and validate")
 
-    from callbacks import drill as fire_drill
-    from callbacks.config_files import read_pipes
-    from callbacks.trainer import device_type
+    from callbacks.config.files import read_pipes
+    from callbacks.drill import drill as fire_drill
+    from callbacks.run.trainer import device_type
     from lm.flops import flops_per_token
     from lm.module import why_not_compiled
 
@@ -447,15 +447,15 @@ def run_cli(command: str, argv: list[str]) -> Any:
     import jsonargparse
     import yaml
 
-    from callbacks.config import RunParser
-    from callbacks.config_files import read_pipes
-    from callbacks.config_values import dump_yaml, load_yaml
+    from callbacks.config.files import read_pipes
+    from callbacks.config.parser import RunParser
+    from callbacks.config.values import dump_yaml, load_yaml
     from callbacks.ddp import RestartInvariantDDP, SameData
-    from callbacks.moments import VARIABLE, Moments
+    from callbacks.drill.kill_points import VARIABLE, Moments
     from callbacks.progress import Progress
-    from callbacks.run_folder import RunConfig, RunRecord
-    from callbacks.signals import StopSignals
-    from callbacks.trainer import Trainer
+    from callbacks.run.folder import RunConfig, RunRecord
+    from callbacks.run.trainer import Trainer
+    from callbacks.stop_signals import StopSignals
     from data.datamodule import LMDataModule
     from lm.module import LMModule
 
@@ -490,25 +490,25 @@ def cli_class(command: str, runs: bool) -> type:
     from jsonargparse.typing import restricted_number_type
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-    from callbacks.checkpoint import AtomicCheckpoint
-    from callbacks.checkpoint_files import resolve
-    from callbacks.config import RunParser, keys_of
-    from callbacks.config_files import read_arguments
+    from callbacks.checkpoint.callback import AtomicCheckpoint
+    from callbacks.checkpoint.files import resolve
+    from callbacks.config.files import read_arguments
+    from callbacks.config.parser import RunParser, keys_of
     from callbacks.ddp import check_port
+    from callbacks.drill.kill_points import reach
     from callbacks.grad_norm import GradNorm
     from callbacks.health import Health
-    from callbacks.metrics_csv import MetricsCSV
-    from callbacks.moments import reach
-    from callbacks.run_folder import code_fingerprint, commit, lock, versions
+    from callbacks.loggers.metrics_csv import MetricsCSV
+    from callbacks.loggers.tensorboard import SeamlessTensorBoard
+    from callbacks.loggers.trackers import TrackedRun, Tracker, make_logger, run_id
+    from callbacks.run.folder import code_fingerprint, commit, lock, versions
+    from callbacks.run.trainer import announce, device_type, is_dry_run
     from callbacks.samples import Samples
-    from callbacks.tensorboard import SeamlessTensorBoard
     from callbacks.throughput import Throughput
-    from callbacks.trackers import TrackedRun, Tracker, make_logger, run_id
-    from callbacks.trainer import announce, device_type, is_dry_run
     from callbacks.weights import Weights
-    from data.tokenizer import TextTokenizer, check_same_ids
+    from data.text.tokenizer import TextTokenizer, check_same_ids
     from lm.cpu import keep_freed_memory
-    from lm.export import export as write_export
+    from lm.hub.export import export as write_export
     from lm.plan import HOURS, ledger, table
     from lm.trained import starting_weights
 
@@ -697,7 +697,7 @@ def verify(argv: list[str]) -> None:
     )
     place = Path(parser.parse_args(argv).ckpt_path)
 
-    from callbacks.checkpoint_files import WEIGHTS, checkpoints, unusable
+    from callbacks.checkpoint.files import WEIGHTS, checkpoints, unusable
     from lm.trained import has_checksum
 
     if not place.exists():
@@ -740,8 +740,8 @@ def export(argv: list[str]) -> None:
     if not options.shard_gb > 0:
         raise ValueError(f"--shard_gb is {options.shard_gb}: must be above 0")
 
-    from lm.export import check_place
-    from lm.export import export as write
+    from lm.hub.export import check_place
+    from lm.hub.export import export as write
 
     output = Path(options.output)
     check_place(output, options.overwrite)
@@ -786,13 +786,13 @@ def evaluate(argv: list[str]) -> None:
             raise ValueError(f"--text {file} is no file; name UTF-8 text")
 
     if options.tasks:
-        from lm.tasks import require_lm_eval
+        from lm.hub.tasks import require_lm_eval
 
         require_lm_eval()
     if options.text:
         evaluate_texts(options)
     if options.tasks:
-        from lm.tasks import run_tasks
+        from lm.hub.tasks import run_tasks
 
         device = usable_device(options.device)
         trained = read_trained(Path(options.ckpt_path))
@@ -804,8 +804,8 @@ def evaluate(argv: list[str]) -> None:
 
 def evaluate_texts(options: Any) -> None:
     """Print the bits per byte of each text, and of all together."""
-    from data.text_loss import TextLoss
-    from data.threads import in_thread
+    from data.system.threads import in_thread
+    from data.text.text_loss import TextLoss
     from lm.evaluate import bits_per_byte, loss_of_text
 
     model, tokenizer, start = load_trained(options.ckpt_path, options.device, options.tokenizer)
@@ -878,9 +878,9 @@ def sample(argv: list[str]) -> None:
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed is {options.seed}: must be 0 or more and below 2^63")
 
-    from data.continuation import continuation
-    from data.text_loss import TextLoss
-    from data.threads import in_thread
+    from data.system.threads import in_thread
+    from data.text.continuation import continuation
+    from data.text.text_loss import TextLoss
     from lm.generate import generate
 
     model, tokenizer, start = load_trained(options.ckpt_path, options.device, options.tokenizer)
@@ -941,7 +941,7 @@ def usable_device(asked: str) -> str:
     """Device type of a command's --device."""
     import torch
 
-    from callbacks.trainer import device_type
+    from callbacks.run.trainer import device_type
 
     if asked == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but this machine has none; leave it out or give cpu")
@@ -955,9 +955,9 @@ def read_trained(place: Path, key: str = "--ckpt_path") -> Any:
     """
     import zipfile
 
-    from callbacks.checkpoint_files import WEIGHTS, checkpoints, read_checkpoint, read_newest
-    from callbacks.trainer import announce
-    from lm.hf import names_model
+    from callbacks.checkpoint.files import WEIGHTS, checkpoints, read_checkpoint, read_newest
+    from callbacks.run.trainer import announce
+    from lm.hub.hf import names_model
     from lm.trained import from_checkpoint, from_folder, from_weights_file
 
     if not place.exists():
@@ -984,7 +984,7 @@ def read_trained(place: Path, key: str = "--ckpt_path") -> Any:
 
 def tokenizer_of(trained: Any, path: str | None = None) -> Any:
     """The tokenizer of a trained model: that beside it, or a given one, if it is the same."""
-    from data.tokenizer import TextTokenizer
+    from data.text.tokenizer import TextTokenizer
 
     source, fingerprint = trained.source, trained.tokenizer_fingerprint
     if path is None and not trained.has_tokenizer:

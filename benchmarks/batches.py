@@ -15,10 +15,10 @@ import numpy as np
 from torch.utils.data import default_convert
 
 from data.loader import StepBatches
-from data.memmap import TokenFile, TokenStream
 from data.mixture import Mixture
 from data.rows import Rows
-from data.source import open_source
+from data.tokens.memmap import TokenFile, TokenStream
+from data.tokens.source import open_source
 from data.windows import Samples, Windows
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from record import record
 
-from callbacks.drill import drill, plan_kills
+from callbacks.drill.drill import drill, plan_kills
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -18,14 +18,14 @@ from pathlib import Path
 
 from record import record
 
-from data.corpus import python_files, read_source
-from data.vocabulary import train_bpe
+from data.prepare.corpus import python_files, read_source
+from data.prepare.vocabulary import train_bpe
 
 ROOT = Path(__file__).resolve().parent.parent
 ENDS = """
 import sys, time
 from pathlib import Path
-from data.prepare import Settings, prepare_files
+from data.prepare.prepare import Settings, prepare_files
 source, tokenizer, output, workers = sys.argv[1:]
 began = time.perf_counter()
 settings = Settings(tokenizer=tokenizer, val_fraction=0.05)
@@ -40,7 +40,7 @@ import json, os, sys, time
 source, tokenizer, _, workers = sys.argv[1:]
 os.environ["RAYON_NUM_THREADS"] = workers
 from tokenizers import Tokenizer
-from data.encode import BATCH_BYTES
+from data.prepare.encode import BATCH_BYTES
 batches, size = [[]], 0
 for line in open(source, encoding="utf-8"):
     if size >= BATCH_BYTES:

@@ -8,7 +8,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from callbacks.run_folder import commit
+from callbacks.run.folder import commit
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 MARK = "hardware and versions.\n"

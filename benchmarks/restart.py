@@ -19,7 +19,7 @@ from typing import Any
 
 from record import record
 
-from callbacks.checkpoint_files import FOLDER, file_name, read_checkpoint, write_checkpoint
+from callbacks.checkpoint.files import FOLDER, file_name, read_checkpoint, write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 FAR = 100_000

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from callbacks.checkpoint_files import read_newest
-from data.memmap import TokenStream, open_token_file
-from data.tokenizer import TextTokenizer
+from callbacks.checkpoint.files import read_newest
+from data.text.tokenizer import TextTokenizer
+from data.tokens.memmap import TokenStream, open_token_file
 from data.windows import Windows
 from lm.evaluate import bits_per_byte
 from lm.generate import generate

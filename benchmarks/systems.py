@@ -36,7 +36,7 @@ def width(tokens: Path) -> str | None:
 
 def samples(shape: Shape, tokens: Path) -> Any:
     """Windows of the token file by their number in a run: the order that all systems train in."""
-    from data.source import open_source
+    from data.tokens.source import open_source
     from data.windows import Windows
 
     source = open_source(str(tokens), shape.vocab_size, width(tokens), None)
@@ -130,9 +130,9 @@ def bare(shape: Shape, tokens: Path, work: Path) -> list[float]:
 
     from lm.loss import cross_entropy_sum
     from lm.module import shift
-    from lm.native import native_softmax_step
     from lm.optim import OptimConfig, build_optimizer
     from lm.schedule import warmup_cosine
+    from lm.softmax import native_softmax_step
 
     net, batch = network(shape), batches(shape, tokens)
     net.model.decode = torch.compile(net.model.decode, dynamic=False)

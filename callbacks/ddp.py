@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from callbacks.run_folder import contract
+from callbacks.run.folder import contract
 
 
 class SameData(Callback):

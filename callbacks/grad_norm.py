@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from callbacks.trainer import at_step_edge, is_logged
+from callbacks.run.trainer import at_step_edge, is_logged
 from lm.gradients import total_norm
 
 # Clipping is no sign: the healthy small run's median norm is 1.3 to 1.6 times its clip all along.

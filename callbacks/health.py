@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from callbacks import symptoms
-from callbacks.run_folder import contract
+from callbacks.run.folder import contract
+from callbacks.run.trainer import announce
 from callbacks.symptoms import Seen
-from callbacks.trainer import announce
 from lm.optim import lower_rate
 
 CPU_OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"

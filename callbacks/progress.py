@@ -6,10 +6,10 @@ from typing import Any, Protocol, TextIO, cast, runtime_checkable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from callbacks.console import Console
-from callbacks.metrics_csv import MetricsCSV, resume_logs
-from callbacks.run_folder import contract
-from callbacks.trainer import at_step_edge, is_dry_run, is_logged, line_enders
+from callbacks.loggers.metrics_csv import MetricsCSV, resume_logs
+from callbacks.processes.console import Console
+from callbacks.run.folder import contract
+from callbacks.run.trainer import at_step_edge, is_dry_run, is_logged, line_enders
 
 NOT_VALIDATED = (
     "no sample of the validation has a target, so there is no validation loss; raise "

@@ -4,10 +4,10 @@ from typing import Any, Protocol, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from callbacks.run.trainer import announce, at_step_edge
 from callbacks.throughput import pause_clock
-from callbacks.trainer import announce, at_step_edge
-from data.continuation import continuation
-from data.tokenizer import TextTokenizer
+from data.text.continuation import continuation
+from data.text.tokenizer import TextTokenizer
 from lm.finite import NonFiniteError
 
 

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from callbacks.peak_flops import measured_peak_flops, peak_flops
-from callbacks.trainer import announce, at_step_edge
+from callbacks.run.trainer import announce, at_step_edge
 
 
 class Learner(Protocol):

@@ -8,11 +8,11 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from callbacks.checkpoint_files import WEIGHTS
-from callbacks.run_folder import contract
+from callbacks.checkpoint.files import WEIGHTS
+from callbacks.run.folder import contract
+from callbacks.run.trainer import announce, at_step_edge, is_dry_run
 from callbacks.throughput import pause_clock
-from callbacks.trainer import announce, at_step_edge, is_dry_run
-from data.atomic import TEMPORARY, replaced
+from data.system.atomic import TEMPORARY, replaced
 from lm.trained import step_of_weights
 
 EXPORTS = "exports"

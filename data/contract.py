@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from data.source import short
+from data.tokens.source import short
 
 FIXED = ("data.seq_len", "data.windows", "data.rows")
 """Keys that decide what a sample is."""

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_convert
 
 from data.contract import batch_fault, refused_changes
-from data.folder import missing_files
-from data.foreign import is_foreign
 from data.loader import StepBatches, TimedLoader
 from data.mixture import Mixture, named_sources
-from data.prepare import prepare_corpus
+from data.prepare.prepare import prepare_corpus
 from data.rows import RowKind, Rows
-from data.source import (
+from data.text.tokenizer import TextTokenizer
+from data.tokens.folder import missing_files
+from data.tokens.foreign import is_foreign
+from data.tokens.source import (
     Source,
     check_alike,
     known_rows,
@@ -28,7 +29,6 @@ from data.source import (
     require,
     short,
 )
-from data.tokenizer import TextTokenizer
 from data.windows import Order, Samples, Windows
 
 NOT_OF_A_MIXTURE = {

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from data.order import step_samples
-from data.processes import signals_held, start_worker
+from data.system.processes import signals_held, start_worker
 
 
 class StepBatches:

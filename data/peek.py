@@ -6,8 +6,8 @@ from itertools import groupby
 from jaxtyping import Int
 from torch import Tensor
 
-from data.continuation import continuation
-from data.tokenizer import TextTokenizer
+from data.text.continuation import continuation
+from data.text.tokenizer import TextTokenizer
 from data.windows import IGNORE_INDEX, Samples
 
 # Around what nothing is learned from.

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from data.memmap import TokenStream
+from data.tokens.memmap import TokenStream
 from data.windows import IGNORE_INDEX, Order, Samples
 
 RowKind = Literal["split", "truncate"]

@@ -9,8 +9,8 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.memmap import TokenStream
 from data.order import fixed_places, random_starts, sample_places
+from data.tokens.memmap import TokenStream
 
 IGNORE_INDEX = -100
 """Label of a position that nothing is learned from."""

@@ -26,9 +26,9 @@ from lm.generate import generate
 from lm.gradients import total_norm
 from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step
 from lm.model import LM, ModelConfig, plain_keys
-from lm.native import find_compiler, library, native_softmax_step
 from lm.optim import OptimConfig, build_optimizer, use_fused
 from lm.schedule import warmup_cosine, warmup_steps
+from lm.softmax import find_compiler, library, native_softmax_step
 from lm.trained import unlike, write_weights_file
 
 # On CUDA the count of skipped updates is looked at every so many steps: a look is a sync.

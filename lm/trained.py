@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lm.finite import NonFiniteError, few, non_finite
-from lm.hf import read_folder, read_safetensors, save_tensors
+from lm.hub.hf import read_folder, read_safetensors, save_tensors
 from lm.model import LM, ModelConfig, plain_keys
 
 # Key of a weights-only file's metadata.

@@ -14,7 +14,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import cli
-from data import prepare
+from data.prepare import prepare
 
 # Tiny tensors gain nothing from threads, and those wait in vain where the machine is busy.
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import Lightning, RunYaml, full_disk
 
-from data.atomic import make_folder, replace_text, replaced
+from data.system.atomic import make_folder, replace_text, replaced
 
 
 class Disk:

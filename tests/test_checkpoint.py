@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from callbacks.checkpoint import AtomicCheckpoint
-from callbacks.checkpoint_files import (
+from callbacks.checkpoint.callback import AtomicCheckpoint
+from callbacks.checkpoint.files import (
     checkpoints,
     damage,
     read_checkpoint,
@@ -27,8 +27,8 @@ from callbacks.checkpoint_files import (
     tensor_bytes,
     write_checkpoint,
 )
-from callbacks.checkpoint_io import AtomicCheckpointIO
-from callbacks.checkpoint_state import random_states, restore_random_states
+from callbacks.checkpoint.plugin import AtomicCheckpointIO
+from callbacks.checkpoint.state import random_states, restore_random_states
 
 ROOT = Path(__file__).parent.parent
 WEIGHT = torch.arange(1000.0)
@@ -189,7 +189,7 @@ def test_unserialisable_content_leaves_the_old_file_whole_and_no_temporary(tmp_p
 WRITE_LARGE = """
 import sys, torch
 from pathlib import Path
-from callbacks.checkpoint_files import write_checkpoint
+from callbacks.checkpoint.files import write_checkpoint
 try:
     write_checkpoint({"state_dict": {"w": torch.zeros(100_000)}}, Path(sys.argv[1]))
 except Exception as error:

@@ -11,10 +11,10 @@ import pytest
 from conftest import Lightning, RunYaml
 
 import cli
-from callbacks.config_values import load_yaml, read_config
+from callbacks.config.options import whole_number
+from callbacks.config.values import load_yaml, read_config
 from callbacks.ddp import check_port
-from callbacks.options import whole_number
-from callbacks.trainer import has_bf16
+from callbacks.run.trainer import has_bf16
 
 
 def refusal(lightning: Lightning, *argv: object) -> str:

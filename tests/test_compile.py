@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import RunYaml
 
-from lm.native import find_compiler
+from lm.softmax import find_compiler
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import zstandard
 
-from data import chunks
-from data.readers import InputFile, find_inputs
-from data.texts import Note, ReadOptions
+from data.prepare import chunks
+from data.prepare.readers import InputFile, find_inputs
+from data.prepare.texts import Note, ReadOptions
 
 ROWS = b'{"text":"abc"}\n{"text":"de"}\n{"text":"f"}\n'
 TEXTS = ["abc", "de", "f"]

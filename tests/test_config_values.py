@@ -10,9 +10,9 @@ import yaml
 from conftest import Lightning, RunYaml
 
 import cli
-from callbacks.config import ALIASES, RunParser, hinted
-from callbacks.config_files import nested
-from callbacks.config_values import (
+from callbacks.config.files import nested
+from callbacks.config.parser import ALIASES, RunParser, hinted
+from callbacks.config.values import (
     PATHS,
     Keys,
     Loader,

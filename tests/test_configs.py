@@ -6,7 +6,7 @@ import pytest
 import yaml
 from conftest import Lightning
 
-from callbacks.config_values import load_yaml
+from callbacks.config.values import load_yaml
 from lm.model import LM, ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent

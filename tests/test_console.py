@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from callbacks.console import Console, Log, drop_unread, keep_log
+from callbacks.processes.console import Console, Log, drop_unread, keep_log
 
 ROOT = Path(__file__).parent.parent
 

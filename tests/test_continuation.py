@@ -9,11 +9,11 @@ from conftest import Lightning, RunYaml
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 import cli
-from data import continuation as module
-from data.continuation import continuation
-from data.prepare import Settings, prepare_files
-from data.tokenizer import TextTokenizer
-from data.vocabulary import byte_tokenizer
+from data.prepare.prepare import Settings, prepare_files
+from data.prepare.vocabulary import byte_tokenizer
+from data.text import continuation as module
+from data.text.continuation import continuation
+from data.text.tokenizer import TextTokenizer
 
 
 def llama() -> TextTokenizer:

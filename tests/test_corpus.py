@@ -2,7 +2,7 @@ import platform
 
 import pytest
 
-from data import corpus
+from data.prepare import corpus
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from tokenizers import (
     trainers,
 )
 
-from data import tokenizer as module
-from data.tokenizer import TextTokenizer
+from data.text import tokenizer as module
+from data.text.tokenizer import TextTokenizer
 
 WORDS = [
     "the",

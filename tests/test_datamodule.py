@@ -16,7 +16,7 @@ from conftest import Lightning, RunYaml
 
 from data.datamodule import LMDataModule
 from data.loader import StepBatches
-from data.memmap import content_fingerprint
+from data.tokens.memmap import content_fingerprint
 
 SEQ_LEN = 16
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from conftest import RunYaml, cut_back
 
-from callbacks.checkpoint_files import damage, read_checkpoint
-from callbacks.drill import compare, rows
-from data.folder import load_meta
+from callbacks.checkpoint.files import damage, read_checkpoint
+from callbacks.drill.drill import compare, rows
+from data.tokens.folder import load_meta
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = Path(sys.executable).with_name("lightning")

@@ -16,12 +16,13 @@ import pytest
 import torch
 from conftest import Lightning, RunYaml
 
-from callbacks import drill, moments
-from callbacks.checkpoint_files import checkpoints, read_newest
-from callbacks.drill import Outcome, Start, compare, differences, other_split, plan_kills
-from callbacks.moments import MOMENTS, VARIABLE
-from callbacks.stop import StopRequests
-from lm.native import find_compiler
+from callbacks.checkpoint.files import checkpoints, read_newest
+from callbacks.drill import drill
+from callbacks.drill import kill_points as moments
+from callbacks.drill.drill import Outcome, Start, compare, differences, other_split, plan_kills
+from callbacks.drill.kill_points import MOMENTS, VARIABLE
+from callbacks.processes.stop_requests import StopRequests
+from lm.softmax import find_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 

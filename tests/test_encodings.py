@@ -9,8 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data.readers import InputFile
-from data.texts import NULS, Note, ReadOptions
+from data.prepare.readers import InputFile
+from data.prepare.texts import NULS, Note, ReadOptions
 
 ENGLISH, RUSSIAN, CHINESE = "Two lines,\nof text.\n" * 9, "Привет, мир!\n" * 9, "你好，世界。\n" * 9
 WIDE = ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")

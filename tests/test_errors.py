@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from callbacks import errors
-from callbacks.errors import raised_here, report
+from callbacks.processes import errors
+from callbacks.processes.errors import raised_here, report
 from data.windows import Windows
 
 SOURCE = """

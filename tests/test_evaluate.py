@@ -9,7 +9,7 @@ import torch
 from conftest import Lightning, RunYaml
 from tokenizers import Tokenizer, decoders, models
 
-from data.prepare import Settings, prepare_files
+from data.prepare.prepare import Settings, prepare_files
 from lm.evaluate import bits_per_byte, loss_of_text, windows
 from lm.loss import IGNORE_INDEX
 from lm.model import LM, ModelConfig

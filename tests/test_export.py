@@ -10,8 +10,8 @@ from conftest import Lightning, RunYaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from data.tokenizer import TextTokenizer
-from lm import export as exporting
+from data.text.tokenizer import TextTokenizer
+from lm.hub import export as exporting
 from lm.trained import from_folder
 
 transformers: Any = pytest.importorskip(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import Lightning, RunYaml
 
-from callbacks.checkpoint_files import checkpoints, read_checkpoint, read_newest, write_checkpoint
-from callbacks.way_out import after_non_finite
+from callbacks.checkpoint.files import checkpoints, read_checkpoint, read_newest, write_checkpoint
+from callbacks.checkpoint.recovery import after_non_finite
 from lm.finite import NonFiniteError, few, is_finite, non_finite
 from lm.optim import lower_rate
 

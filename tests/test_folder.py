@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from data.folder import FILES, check_files, load_meta, missing_files
-from data.vocabulary import train_bpe
+from data.prepare.vocabulary import train_bpe
+from data.tokens.folder import FILES, check_files, load_meta, missing_files
 
 
 @pytest.fixture

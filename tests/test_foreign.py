@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.foreign import find_files, open_files
+from data.tokens.foreign import find_files, open_files
 
 LLM_C = {"uint16": 20240520, "uint32": 20240801}
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.loader import StepBatches
-from data.memmap import DTYPES, TokenFile, TokenStream
 from data.rows import Rows, Specials
+from data.tokens.memmap import DTYPES, TokenFile, TokenStream
 from data.windows import Samples, Windows
 
 pytestmark = pytest.mark.slow  # two hundred cases each

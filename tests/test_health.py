@@ -11,10 +11,10 @@ from conftest import Lightning, RunYaml
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
 
-from callbacks import trainer
 from callbacks.grad_norm import GradNorm
 from callbacks.health import Health, memory_advice
-from callbacks.run_folder import contract
+from callbacks.run import trainer
+from callbacks.run.folder import contract
 from lm.module import LMModule
 
 NAN, INF = float("nan"), float("inf")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lm.generate import generate
-from lm.hf import from_hf_config, read_folder, to_hf_config, to_hf_weights, write_weights
+from lm.hub.hf import from_hf_config, read_folder, to_hf_config, to_hf_weights, write_weights
 from lm.model import LM, ModelConfig
 from lm.trained import from_folder
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from conftest import Lightning, RunYaml
 
-from callbacks.launch import MPI_SIZES, RANKS, SIZES, SLURM_RANKS
+from callbacks.processes.launch import MPI_SIZES, RANKS, SIZES, SLURM_RANKS
 
 ONE = "trainer.devices × trainer.num_nodes is 1 × 1 = 1"
 TWO = "trainer.devices × trainer.num_nodes is 2 × 1 = 2"

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from data import lock
-from data.lock import Owner, held
+from data.system import lock
+from data.system.lock import Owner, held
 
 ROOT = Path(__file__).parent.parent
 HOLD = """
 import sys
 from pathlib import Path
-from data.lock import held
+from data.system.lock import held
 with held(Path(sys.argv[1]), print):
     print("held", flush=True)
     sys.stdin.read()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step
-from lm.native import find_compiler, library, native_softmax_step
+from lm.softmax import find_compiler, library, native_softmax_step
 
 native = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler is on the path")
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -203,7 +203,7 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch
 @native
 def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("lm.native.FLAGS", ["-no-such-flag"])
+    monkeypatch.setattr("lm.softmax.FLAGS", ["-no-such-flag"])
     with pytest.raises(OSError, match=r"cannot build softmax\.cpp: .*no-such-flag"):
         inspect.unwrap(library)()
     assert not list((tmp_path / "relight").iterdir())

@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from data import memmap
-from data.memmap import (
+from data.tokens import memmap
+from data.tokens.memmap import (
     TokenFile,
     TokenStream,
     check_token_range,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from conftest import full_disk, page
 
-from callbacks.metrics_csv import MetricsCSV
-from callbacks.tensorboard import SeamlessTensorBoard
+from callbacks.loggers.metrics_csv import MetricsCSV
+from callbacks.loggers.tensorboard import SeamlessTensorBoard
 
 
 def log_steps(logger: MetricsCSV | SeamlessTensorBoard, steps: range, loss: float = 0.5) -> None:
@@ -156,7 +156,7 @@ def test_rows_that_find_no_room_are_written_when_there_is_some(tmp_path, capsys,
 
 
 def test_the_newest_rows_wait_and_the_others_are_counted(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("callbacks.metrics_csv.MOST_ROWS", 3)
+    monkeypatch.setattr("callbacks.loggers.metrics_csv.MOST_ROWS", 3)
     logger = MetricsCSV(tmp_path)
     with full_disk(3):
         log_steps(logger, range(1, 8))

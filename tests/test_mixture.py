@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from data.memmap import TokenStream, open_token_file
 from data.mixture import Mixture, named_sources, whole_weights
 from data.order import mixture_slots
+from data.tokens.memmap import TokenStream, open_token_file
 from data.windows import Order, Windows
 
 WEIGHTS = (3, 1, 2)

@@ -21,16 +21,16 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils.data import DataLoader, default_convert
 
-from callbacks.checkpoint_files import read_checkpoint
-from callbacks.trainer import Trainer
-from data.memmap import content_fingerprint
+from callbacks.checkpoint.files import read_checkpoint
+from callbacks.run.trainer import Trainer
+from data.tokens.memmap import content_fingerprint
 from lm.experts import balance_loss
 from lm.generate import generate
 from lm.loss import softmax_step
 from lm.model import LM, ModelConfig
 from lm.module import LMModule, can_compile, stream_seed
-from lm.native import find_compiler, native_softmax_step
 from lm.optim import OptimConfig
+from lm.softmax import find_compiler, native_softmax_step
 
 CONFIG = ModelConfig(
     vocab_size=11, d_model=12, n_layers=2, n_heads=3, ffn_dim=10, max_seq_len=6, init_std=0.2

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from data.foreign import find_files, open_files
+from data.tokens.foreign import find_files, open_files
 
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 40
 

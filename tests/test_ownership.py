@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from conftest import Lightning
 
-from data import prepare, work
-from data.vocabulary import byte_tokenizer
+from data.prepare import prepare, work
+from data.prepare.vocabulary import byte_tokenizer
 
 PREPARE = ("prepare", "--input", "a.jsonl", "--output", "o", "--tokenizer", "byte", "--val_input")
 WAY_OUT = "name another folder, or replace them by lightning prepare --overwrite"

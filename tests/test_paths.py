@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data.foreign import find_files
-from data.paths import named_files
+from data.prepare.paths import named_files
+from data.tokens.foreign import find_files
 
 TREE = ("in/real/a.txt", "in/real/sub/b.txt", "out/c.txt", "out/deep/d.txt", "in/.hidden/e.txt")
 LINKS = {"in/aa": "../out", "in/alias": "real", "in/real/up": "..", "in/real/loop": "../../in"}

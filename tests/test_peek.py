@@ -7,7 +7,7 @@ import pytest
 from conftest import Lightning, RunYaml
 
 from data.peek import peek
-from data.tokenizer import TextTokenizer
+from data.text.tokenizer import TextTokenizer
 from data.windows import IGNORE_INDEX, Samples
 
 

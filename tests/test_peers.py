@@ -13,7 +13,7 @@ import pytest
 from conftest import Lightning, RunYaml, cut_back, source_text
 from test_ddp import ENDLESS, ENVIRONMENT, ROOT, started, wait_for_a_step
 
-from callbacks.peers import PORT, PeerError, Peers, check_addresses, distributed, is_lost
+from callbacks.processes.peers import PORT, PeerError, Peers, check_addresses, distributed, is_lost
 
 HERE = f"({socket.gethostname()}, process {os.getpid()})"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from data import pieces as module
-from data.pieces import SPLIT, Pieces
-from data.vocabulary import train_bpe
+from data.prepare import pieces as module
+from data.prepare.pieces import SPLIT, Pieces
+from data.prepare.vocabulary import train_bpe
 
 # Contractions, runs of spaces and marks, letters with marks of their own, two alphabets.
 PARTS = ["a", "Zz", "'re", "'", "n't", " ", "   ", "\n\n", "\r\n", "\t", "12", "3", "_", "!?", "="]
@@ -61,7 +61,7 @@ def test_vocabulary_is_that_of_the_whole_text(monkeypatch: pytest.MonkeyPatch):
 
 GROWTH = """
 import resource
-from data.vocabulary import train_bpe
+from data.prepare.vocabulary import train_bpe
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 text = "".join(f"{number * 7919 % 9973} " for number in range(4_000_000))
 before = peak()

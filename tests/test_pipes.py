@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from data import pipes
-from data.readers import InputFile, find_inputs
-from data.texts import ReadOptions
+from data.prepare import pipes
+from data.prepare.readers import InputFile, find_inputs
+from data.prepare.texts import ReadOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = b'{"text":"abc"}\n{"text":"de"}\n{"text":"f"}\n'
@@ -85,7 +85,9 @@ def test_writer_may_be_slow(tmp_path, monkeypatch):
 @pytest.mark.parametrize("redirected", [False, True])
 def test_standard_input_is_read(tmp_path, word, redirected):
     (tmp_path / "a.jsonl").write_bytes(ROWS)
-    code = f"from data.readers import *; print([*find_inputs(['{word}'], ReadOptions())[0]])"
+    code = (
+        f"from data.prepare.readers import *; print([*find_inputs(['{word}'], ReadOptions())[0]])"
+    )
     command = [sys.executable, "-c", code]
     with (tmp_path / "a.jsonl").open("rb") as file:
         start = subprocess.Popen(["cat"], stdin=file, stdout=subprocess.PIPE)

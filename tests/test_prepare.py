@@ -16,14 +16,14 @@ import pytest
 from conftest import Lightning
 from hypothesis import HealthCheck, given, settings, strategies
 
-from data import encode, prepare, work
-from data.folder import FILES, check_files, load_meta, missing_files
-from data.memmap import content_fingerprint
-from data.prepare import Settings, prepare_files
-from data.summary import summary
-from data.texts import ReadOptions
-from data.tokenizer import TextTokenizer
-from data.vocabulary import train_bpe
+from data.prepare import encode, prepare, work
+from data.prepare.prepare import Settings, prepare_files
+from data.prepare.summary import summary
+from data.prepare.texts import ReadOptions
+from data.prepare.vocabulary import train_bpe
+from data.text.tokenizer import TextTokenizer
+from data.tokens.folder import FILES, check_files, load_meta, missing_files
+from data.tokens.memmap import content_fingerprint
 
 ROOT = Path(__file__).resolve().parent.parent
 VAL_NAME = "doc292.py"
@@ -744,8 +744,10 @@ def test_fault_while_a_tokenizer_is_trained_is_the_fault(make, tmp_path):
 DRIVER = """
 import os, sys
 from pathlib import Path
-from data import encode, prepare, work
-from data.prepare import Settings
+from data.prepare import encode
+from data.prepare import prepare
+from data.prepare import work
+from data.prepare.prepare import Settings
 
 encode.BATCH_BYTES, encode.PART_BYTES = 40, 100
 real, folder, log = os.replace, Path(sys.argv[1]), []
@@ -966,5 +968,5 @@ def test_line_of_50_megabytes_works(tmp_path):
 
 def test_preparing_own_text_does_not_load_torch():
     # It is slow to start and half of all memory, and no tensor is made.
-    code = "import sys; import data.prepare; sys.exit('torch' in sys.modules)"
+    code = "import sys; import data.prepare.prepare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,10 +12,10 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from data import chunks, readers
-from data.folder import FILES
-from data.readers import HubDataset, InputFile, find_inputs, refuse_twins
-from data.texts import BLANK, EMPTY, REPLACED, UNSPLIT, Note, ReadOptions
+from data.prepare import chunks, readers
+from data.prepare.readers import HubDataset, InputFile, find_inputs, refuse_twins
+from data.prepare.texts import BLANK, EMPTY, REPLACED, UNSPLIT, Note, ReadOptions
+from data.tokens.folder import FILES
 
 REMEDY = "mend it, or leave such rows out by --on_bad_row skip"
 RENAME = "name the field by --field NAME, or leave such rows out by --on_bad_row skip"

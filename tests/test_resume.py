@@ -16,9 +16,9 @@ import torch
 from conftest import Lightning, RunYaml, cut_back
 from torch import nn
 
-from callbacks.drill import rows
-from callbacks.moments import VARIABLE
-from data.folder import missing_files
+from callbacks.drill.drill import rows
+from callbacks.drill.kill_points import VARIABLE
+from data.tokens.folder import missing_files
 from lm.optim import OptimConfig
 from lm.schedule import warmup_cosine
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, default_convert
 
-from data.memmap import DTYPES, TokenFile, TokenStream
 from data.rows import Rows, Specials
+from data.tokens.memmap import DTYPES, TokenFile, TokenStream
 from lm.model import LM, ModelConfig
 
 PLAIN = Specials(eos=2)

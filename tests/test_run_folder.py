@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks.run_folder import (
+from callbacks.run.folder import (
     RunRecord,
     commit,
     contract,

@@ -9,7 +9,7 @@ import pytest
 from conftest import Lightning, RunYaml, page
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from callbacks.drill import compare
+from callbacks.drill.drill import compare
 from callbacks.samples import Samples
 
 SAMPLES = {

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from callbacks.checkpoint import AtomicCheckpoint
-from callbacks.checkpoint_files import read_newest
-from callbacks.drill import compare, rows
-from callbacks.signals import StopSignals
-from callbacks.stop import EXIT_CODES, REPEAT, StopRequests
+from callbacks.checkpoint.callback import AtomicCheckpoint
+from callbacks.checkpoint.files import read_newest
+from callbacks.drill.drill import compare, rows
+from callbacks.processes.stop_requests import EXIT_CODES, REPEAT, StopRequests
+from callbacks.stop_signals import StopSignals
 from lm.module import LMModule
 
 ROOT = Path(__file__).parent.parent

@@ -15,10 +15,10 @@ import pytest
 from conftest import Lightning, RunYaml
 from test_datamodule import StubTrainer, firsts, flat, open_data
 
-from callbacks.drill import compare
+from callbacks.drill.drill import compare
 from data.datamodule import LMDataModule
-from data.foreign import is_foreign
-from data.tokenizer import TextTokenizer
+from data.text.tokenizer import TextTokenizer
+from data.tokens.foreign import is_foreign
 
 
 def counting(folder: Path, n: int = 193, val: int = 113, vocab: int = 64) -> Path:

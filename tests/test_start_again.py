@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import Lightning, RunYaml
 
-from callbacks.checkpoint_files import resolve
+from callbacks.checkpoint.files import resolve
 from lm.trained import from_weights_file
 
 PAST = "past its last step 4: nothing is left to train and no file is changed"

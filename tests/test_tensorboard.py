@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
     EventAccumulator as ServerAccumulator,  # what the page is served from
 )
 
-from callbacks.tensorboard import LAYOUT, SeamlessTensorBoard
+from callbacks.loggers.tensorboard import LAYOUT, SeamlessTensorBoard
 
 
 def test_page_of_a_run_has_plan_layout_and_settings(
@@ -52,7 +52,7 @@ def test_start_over_at_step_0_shows_its_texts_once(tmp_path: Path):
 
 
 def test_events_that_wait_are_bounded_and_a_gap_is_told(tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.setattr("callbacks.event_file.MOST_BYTES", 1_000)
+    monkeypatch.setattr("callbacks.loggers.event_file.MOST_BYTES", 1_000)
     logger = SeamlessTensorBoard(tmp_path)
     logger.resume_at(1)
     with full_disk(5):

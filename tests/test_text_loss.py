@@ -7,8 +7,8 @@ import pytest
 from conftest import Lightning
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from data.tokenizer import TextTokenizer
-from data.vocabulary import byte_tokenizer, train_bpe
+from data.prepare.vocabulary import byte_tokenizer, train_bpe
+from data.text.tokenizer import TextTokenizer
 
 LETTERS = {letter: number for number, letter in enumerate("abc </s>")}
 CAFE = "Ab café 漢字 c"

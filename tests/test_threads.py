@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from data.threads import Stopped, Threads, in_thread
-from data.vocabulary import train_bpe
+from data.prepare.vocabulary import train_bpe
+from data.system.threads import Stopped, Threads, in_thread
 
 ROOT = Path(__file__).parents[1]
 

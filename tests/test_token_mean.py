@@ -22,9 +22,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, default_convert
 
-from callbacks.checkpoint_files import read_checkpoint
-from callbacks.drill import rows
-from data.memmap import DTYPES, TokenFile, TokenStream, content_fingerprint
+from callbacks.checkpoint.files import read_checkpoint
+from callbacks.drill.drill import rows
+from data.tokens.memmap import DTYPES, TokenFile, TokenStream, content_fingerprint
 from data.windows import Windows
 from lm.model import ModelConfig
 from lm.module import LMModule

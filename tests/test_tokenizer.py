@@ -7,10 +7,16 @@ import pytest
 import tiktoken
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from data import tokenizer as tokenizer_module
-from data.specials import END_OF_TEXT, EOS_NAMES
-from data.tokenizer import TextTokenizer
-from data.vocabulary import byte_tokenizer, convert, find_tokenizer, from_tiktoken, train_bpe
+from data.prepare.vocabulary import (
+    byte_tokenizer,
+    convert,
+    find_tokenizer,
+    from_tiktoken,
+    train_bpe,
+)
+from data.text import tokenizer as tokenizer_module
+from data.text.specials import END_OF_TEXT, EOS_NAMES
+from data.text.tokenizer import TextTokenizer
 
 DOCUMENTS = ["def add(a, b):\n    return a + b\n", "the naïve café λ 漢字 🙂\n"] * 3
 TEXTS = ["", "a", "def add(x):\n\treturn x", "naïve λ漢🙂 \r\n\0", f"x {END_OF_TEXT} y"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import SIGNALS
 
-from callbacks.trainer import (
+from callbacks.run.trainer import (
     Trainer,
     at_step_edge,
     choose_precision,
@@ -236,7 +236,9 @@ def test_no_handler_of_a_fit_is_lightnings(part, hook, run_yaml, lightning, monk
 
     monkeypatch.setattr(part, hook, noting)
     assert lightning("fit", "--config", run_yaml())[0] == 0
-    assert {getattr(handler, "__module__", None) for handler in handlers} == {"callbacks.stop"}
+    assert {getattr(handler, "__module__", None) for handler in handlers} == {
+        "callbacks.processes.stop_requests"
+    }
 
 
 def test_largest_of_one_process_is_its_own():

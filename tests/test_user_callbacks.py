@@ -10,8 +10,8 @@ import torch
 from conftest import Lightning, RunYaml
 from user_callbacks import RICH, Rich
 
-from callbacks.checkpoint_files import checkpoints, read_checkpoint
-from callbacks.checkpoint_state import original, plain
+from callbacks.checkpoint.files import checkpoints, read_checkpoint
+from callbacks.checkpoint.state import original, plain
 
 
 def callback(name: str, **options: Any) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, default_convert
 
-from data.memmap import TokenStream, open_token_file
 from data.order import step_samples
+from data.tokens.memmap import TokenStream, open_token_file
 from data.windows import Windows
 
 

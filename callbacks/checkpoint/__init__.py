@@ -1,0 +1,1 @@
+"""Checkpoints: when they are saved, their files, and resuming from them."""

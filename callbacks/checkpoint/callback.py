@@ -1,0 +1,361 @@
+"""When a run is saved and what is kept."""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from callbacks.checkpoint.files import FOLDER, checkpoints, damage, file_name
+from callbacks.checkpoint.plugin import AtomicCheckpointIO
+from callbacks.checkpoint.recovery import after_non_finite
+from callbacks.checkpoint.resume import forget_best, recount, refuse_other_run
+from callbacks.checkpoint.state import plain, random_states, restore_random_states
+from callbacks.drill.kill_points import reach
+from callbacks.loggers.metrics_csv import resume_logs, save_logs
+from callbacks.processes.peers import is_lost
+from callbacks.run.folder import contract
+from callbacks.run.trainer import announce, at_step_edge, is_dry_run, validation_follows
+from data.system.atomic import TEMPORARY
+from lm.finite import NonFiniteError
+from lm.module import LMModule
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, without the path that an OSError names."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"[Errno {error.errno}] {error.strerror}"
+    return str(error)
+
+
+def newest(folder: Path) -> str:
+    """What a run would go on from, for the message that a save failed."""
+    for _, path in checkpoints(folder)[:1]:
+        return f"the newest checkpoint is {path.name}"
+    return "there is no checkpoint yet"
+
+
+class AtomicCheckpoint(Checkpoint):
+    """Saves at step edges, keeps a bounded number of files, and checks what a run resumes from."""
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: int = 1000,
+        every_minutes: float | None = None,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+    ) -> None:
+        """Say when to save and what to keep.
+
+        Args:
+            every_n_steps: Optimizer steps between saves. The last step and each new best
+                validation loss are saved too.
+            every_minutes: Save too when so many minutes have gone by since the last save.
+            keep_last: Newest files kept, beside the best by validation loss.
+            keep_every: Keep the files of every so many steps for good.
+        """
+        for name, value in (("every_n_steps", every_n_steps), ("keep_last", keep_last)):
+            if value < 1:
+                raise ValueError(f"checkpoint.{name} is {value}: must be at least 1")
+        if keep_every is not None and keep_every < 1:
+            raise ValueError(f"checkpoint.keep_every is {keep_every}: must be at least 1, or null")
+        if every_minutes is not None and not every_minutes > 0:
+            raise ValueError(f"checkpoint.every_minutes is {every_minutes}: must be above 0")
+        self.every_n_steps = every_n_steps
+        self.every_minutes = every_minutes
+        self._now = time.monotonic
+        self._saved_at = self._now()
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+        self.best: dict[str, float] = {}
+        self._saved_step = -1
+        self._validating = False
+        self._validation_due_at = -1
+        self._random_states: list[dict[str, Any]] = []
+        self._states_before_validation: dict[str, Any] = {}
+        self._kept_best: float | None = None
+        self._failure: str | None = None
+        self._diverged: NonFiniteError | None = None
+        self._forget: str | None = None
+
+    # Saving
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        folder = Path(trainer.default_root_dir, FOLDER)
+        if stage == "fit" and folder.exists() and not folder.is_dir():
+            raise ValueError(
+                f"{folder} is a file, and checkpoints are written to a folder of that name; rename "
+                "it, or give another trainer.default_root_dir"
+            )
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO(
+            trainer, lambda checkpoint: self.check(trainer, checkpoint)
+        )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not at_step_edge(trainer, batch_idx):
+            return
+        # Of several processes the first alone knows; all end together at the next save.
+        if self._diverged is not None and trainer.world_size == 1:
+            raise self._diverged
+        if validation_follows(trainer, batch_idx):
+            # Beginning to validate draws from them, and a validation cut short begins again.
+            self._states_before_validation = random_states()
+            return
+        if self._due(trainer):
+            self.save_now(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validating = True
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validating = False
+        # A checkpoint of a step whose validation is due comes after it: a kill between the two
+        # would lose the validation for good.
+        if trainer.state.fn != "fit":
+            return
+        # A validation without a target has no loss.
+        loss = cast(Any, pl_module).validation_figures.get("val/loss", float("inf"))
+        new_best = loss < self.best.get("loss", float("inf"))
+        if new_best:
+            self.best = {"loss": loss, "step": trainer.global_step}
+        if new_best or self._due(trainer):
+            self.save_now(trainer, verify=new_best)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        failure = self.wait(trainer)
+        diverged = trainer.strategy.broadcast(self._diverged)
+        if not diverged and (failure or self._saved_step != trainer.global_step > 0):
+            if self._saved_step != trainer.global_step:
+                self.save_now(trainer)
+            elif trainer.is_global_zero:
+                # The copy, for an average may have taken the place of the weights since.
+                io = cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io)
+                io.write_again(self._after_write(trainer, verify=True))
+            failure = self.wait(trainer)
+            diverged = trainer.strategy.broadcast(self._diverged)
+        if diverged:
+            raise diverged
+        if failure:
+            raise RuntimeError(f"the last checkpoint could not be written: {failure}")
+
+    def make_up_validation(self, trainer: Trainer) -> None:
+        """Run the last validation of a run, where a signal cut it short."""
+        last = trainer.global_step == trainer.max_steps
+        if last and self._validation_due_at == trainer.max_steps and trainer.enable_validation:
+            self._validation_due_at = -1
+            resume_logs(trainer)
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.run()
+            trainer.training = True
+            self.on_train_end(trainer, trainer.lightning_module)
+
+    def _due(self, trainer: Trainer) -> bool:
+        step = trainer.global_step
+        if step % self.every_n_steps == 0 or step == trainer.max_steps or trainer.should_stop:
+            return True
+        if self.every_minutes is None:
+            return False
+        # Clocks differ between ranks: the first one's holds for all.
+        over = trainer.is_global_zero and self._now() - self._saved_at >= 60 * self.every_minutes
+        return bool(cast(Any, trainer).largest(int(over)))
+
+    def save_now(self, trainer: Trainer, verify: bool = False) -> None:
+        """Begin to write the state of the step just finished, unless that was done already.
+
+        Returns when the state is copied; `wait` returns when it is on disk.
+        """
+        step = trainer.global_step
+        if is_dry_run(trainer) or step == self._saved_step:
+            return
+        if trainer.world_size > 1:
+            self.wait(trainer)
+            if (diverged := trainer.strategy.broadcast(self._diverged)) is not None:
+                raise diverged
+        # Figures up to this step must not be lost with a kill or power failure after it.
+        save_logs(trainer)
+        path = Path(trainer.default_root_dir, FOLDER, file_name(step))
+        self._saved_step, self._saved_at = step, self._now()
+        verify = verify or step == trainer.max_steps
+        try:
+            trainer.save_checkpoint(path)
+        except (OSError, RuntimeError) as error:
+            if is_lost(error):
+                raise  # no fault of the disk: another process is gone, and the run with it
+            self._saved_step = -1
+            self._finish(path, verify, error)
+            return
+        if trainer.is_global_zero:
+            io = cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io)
+            io.then(self._after_write(trainer, verify))
+
+    def _after_write(
+        self, trainer: Trainer, verify: bool
+    ) -> Callable[[BaseException | None], None]:
+        """What is done after the write of the step just finished, with its error or None."""
+        step = trainer.global_step
+        in_row = cast(LMModule, trainer.lightning_module).skipped_in_row
+        return functools.partial(
+            self._finish,
+            Path(trainer.default_root_dir, FOLDER, file_name(step)),
+            verify,
+            best=self.best.get("step"),
+            sound_until=step - in_row if in_row else None,
+        )
+
+    def wait(self, trainer: Trainer) -> str | None:
+        """Return when the write in flight is over, on all ranks, with its failure or None."""
+        cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).wait()
+        return trainer.strategy.broadcast(self._failure)
+
+    def _finish(
+        self,
+        path: Path,
+        verify: bool,
+        error: BaseException | None,
+        best: float | None = None,
+        sound_until: int | None = None,
+    ) -> None:
+        """After a write: check it where asked, then drop what is not kept."""
+        if isinstance(error, NonFiniteError):
+            # Raised at the next step edge, in the thread that trains.
+            self._diverged = error
+        try:
+            fault = reason(error) if error else damage(path) if verify else None
+        except OSError as unread:
+            fault = reason(unread)
+        # A failed write costs the file and not the run; the last step's is tried once more.
+        before = self._failure
+        self._failure = f"{path}: {fault}; {newest(path.parent)}" if fault else None
+        if self._diverged:
+            return
+        if self._failure:
+            if self._failure != before:  # the last step's is tried twice
+                announce(f"error: checkpoint not saved: {self._failure}")
+            return
+        reach("before retention")
+        try:
+            self._retain(path.parent, best, sound_until)
+        except OSError as unkept:
+            announce(f"warning: an older checkpoint could not be removed: {unkept}")
+
+    def _retain(self, folder: Path, best: float | None, sound_until: int | None = None) -> None:
+        """Remove the files that are not kept.
+
+        Args:
+            sound_until: Last step with a finite gradient, while updates are being skipped. The
+                newest file from before it stays: that step itself may have broken the weights.
+        """
+        held = checkpoints(folder)
+        sound = [step for step, _ in held if sound_until is not None and step < sound_until][:1]
+        # The best before it stays until the best itself is on disk.
+        if best in [step for step, _ in held]:
+            self._kept_best = best
+        for place, (step, path) in enumerate(held):
+            forever = self.keep_every is not None and step % self.keep_every == 0
+            kept = step in (self._kept_best, *sound) or forever
+            if place >= self.keep_last and not kept:
+                path.unlink(missing_ok=True)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if isinstance(exception, NonFiniteError) and exception.step and not is_dry_run(trainer):
+            # The write in flight may still add or remove a file.
+            with contextlib.suppress(Exception):
+                cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).wait()
+            root, lr = Path(trainer.default_root_dir), cast(LMModule, pl_module).optim_config.lr
+            exception.add_note(after_non_finite(root, exception.step, lr, self.every_n_steps))
+
+    # What a checkpoint holds beside Lightning's own
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": dict(self.best)}
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        own = self._states_before_validation if self._validating else random_states()
+        states: list[Any] = [own]
+        if trainer.world_size > 1:
+            states = [None] * trainer.world_size
+            torch.distributed.all_gather_object(states, own)
+        checkpoint["random_states"] = states
+        checkpoint["contract"] = contract(trainer)
+        checkpoint["validation_due"] = self._validating
+        # All that other callbacks and plug-ins store is there by now.
+        for key, value in checkpoint.items():
+            checkpoint[key] = plain(value, key)
+
+    # Resuming
+
+    def check(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another run; announce what else changed.
+
+        Raises:
+            ValueError: the model, the data, their order or the seed differ; names every one.
+        """
+        refuse_other_run(trainer, checkpoint)
+        self._random_states = checkpoint["random_states"]
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn != "fit":
+            return
+        step, due = checkpoint["global_step"], checkpoint.get("validation_due", False)
+        # With its validation the step's file is written again.
+        self._saved_step, self._validation_due_at = (-1, step) if due else (step, -1)
+        recount(trainer, checkpoint, due)
+        why = forget_best(trainer, checkpoint) if trainer.is_global_zero else None
+        self._forget = trainer.strategy.broadcast(why)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = dict(state_dict["best"])
+        if self._forget:
+            announce(
+                f"warning: {self._forget}, so it no longer counts: the best is looked for anew"
+            )
+            self.best = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A state that cannot be saved is refused now, not after the steps up to the first save.
+        for callback in cast(Any, trainer).callbacks:
+            plain(callback.state_dict(), f"callbacks.{callback.state_key}")
+        # Only here is it certain that the run goes on: a start that is refused changes no file.
+        self._put_in_order(trainer)
+        # After all set-up, which draws random numbers of its own.
+        if trainer.global_rank < len(self._random_states):
+            restore_random_states(self._random_states[trainer.global_rank])
+        self._states_before_validation = random_states()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A kill after the last write of a run, and before its retention, leaves one file too many.
+        held = checkpoints(Path(trainer.default_root_dir))
+        if held and held[0][0] == trainer.global_step == trainer.max_steps:
+            self._put_in_order(trainer)
+
+    def _put_in_order(self, trainer: Trainer) -> None:
+        """Remove what a kill left, and rename what is newer than the step resumed from.
+
+        Those files are damaged or from an abandoned branch of the run. Otherwise `last` would
+        mean them again, and retention would count them as the newest.
+        """
+        folder, step = Path(trainer.default_root_dir, FOLDER), trainer.global_step
+        if not trainer.is_global_zero or is_dry_run(trainer) or not folder.is_dir():
+            return
+        for stale in folder.glob(f"*{TEMPORARY}*"):
+            stale.unlink(missing_ok=True)
+        for newer, path in checkpoints(folder):
+            if newer > step > 0:
+                path.rename(path.with_name(f"{path.name}.set-aside"))
+                announce(f"set aside {path}: newer than the step that the run goes on from")
+        if step > 0:
+            self._retain(folder, self.best.get("step"))

@@ -1,0 +1,1 @@
+"""The fire drill: runs that are killed and resumed."""

@@ -1,0 +1,1 @@
+"""Processes of a run: launchers, peers, signals, console."""

@@ -1,0 +1,1 @@
+"""The Trainer and the folder of a run."""

@@ -1,0 +1,227 @@
+"""The folder of a run: who may write there, and what it says about itself."""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_only
+
+from callbacks.loggers.trackers import KEY, TrackedRun
+from callbacks.processes.console import FILE, keep_log
+from callbacks.run.trainer import announce, is_dry_run
+from data.system.atomic import replace_text
+from data.system.lock import Owner, held
+
+PACKAGES = ("relight", "torch", "lightning", "numpy", "tokenizers")
+
+
+def lock(root: Path) -> AbstractContextManager[None]:
+    """Hold the run folder for this process, on all nodes that see it.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+
+    def refuse(owner: Owner) -> None:
+        raise ValueError(
+            f"{root} is in use by another run ({owner}): two runs must not write to one folder; "
+            "stop that one or give another trainer.default_root_dir"
+        )
+
+    return held(root, refuse, announce)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file or folder that something else put into the run folder; return its new path."""
+    places = (path.with_name(f"{path.name}.set-aside{(n and f'-{n}') or ''}") for n in count())
+    place = next(each for each in places if not os.path.lexists(each))
+    path.rename(place)
+    return place
+
+
+def make_room(path: Path) -> None:
+    """Set aside what stands in the place of a file and is none."""
+    if os.path.lexists(path) and not path.is_file():
+        announce(f"warning: {path} is no file: set aside as {set_aside(path)}")
+
+
+def leave(path: Path, text: str) -> None:
+    """Write a file that the run itself never needs: where that fails it costs a warning."""
+    try:
+        make_room(path)
+        replace_text(path, text)
+    except OSError as error:
+        announce(f"warning: {path.name} is not written: {error}; the run goes on")
+
+
+def filesystem_type(path: Path) -> str | None:
+    """Type of the file system that holds a path, or None where /proc does not tell."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    path = path.resolve()
+    points = [(line.split()[1], line.split()[2]) for line in mounts]
+    holding = [(len(point), kind) for point, kind in points if path.is_relative_to(point)]
+    return max(holding)[1] if holding else None
+
+
+def volatile_folder(root: Path) -> str | None:
+    """Why a run folder would not outlive the machine, or None."""
+    if filesystem_type(root) == "tmpfs":
+        return f"{root} is on a tmpfs: it is gone after a reboot"
+    if any(root.resolve().is_relative_to(place) for place in ("/tmp", "/var/tmp")):
+        return f"{root} is under a temporary folder that systems clean"
+    return None
+
+
+def commit() -> str | None:
+    """Commit of the checkout this code runs from, marked when it has local changes."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    here = Path(__file__).parent
+    try:
+        result = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    except OSError:  # no git on this machine
+        return None
+    return result.stdout.strip() or None
+
+
+class RunConfig(SaveConfigCallback):
+    """Leaves the resolved configuration of the latest start in the run folder."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Nothing yet: a start that is refused must not change the file."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and not is_dry_run(trainer):
+            self.save_config(trainer, pl_module, "fit")
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write config.yaml, whole or not at all."""
+        text = self.parser.dump(self.config, skip_unset=False)
+        leave(Path(trainer.default_root_dir) / "config.yaml", text)
+
+
+class RunRecord(Callback):
+    """Keeps run.json: versions, device, commit, data, and every start and resume."""
+
+    @rank_zero_only
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if is_dry_run(trainer):
+            return
+        root = Path(trainer.default_root_dir)
+        with contextlib.suppress(OSError):  # to be told by the next lines
+            make_room(root / FILE)
+            make_room(root / "run.json")
+        if failed := keep_log(root):
+            announce(f"warning: {FILE} is not written: {failed}; the run goes on")
+        if reason := volatile_folder(root):
+            announce(f"warning: {reason}")
+        path = root / "run.json"
+        starts, tracked = read_record(path)
+        start = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "step": trainer.global_step,
+            "command": sys.argv,
+            "world_size": trainer.world_size,
+            "precision": str(trainer.precision),
+        }
+        record: dict[str, Any] = {
+            "versions": versions(),
+            "commit": commit(),
+            "contract": contract(trainer),
+            "starts": [*starts, start],
+        }
+        for callback in cast(Any, trainer).callbacks:
+            tracked = callback.own if isinstance(callback, TrackedRun) else tracked
+        if tracked is not None:
+            record[KEY] = tracked
+        leave(path, json.dumps(record, indent=1) + "\n")
+        # So that the folder alone is enough to sample from.
+        if (tokenizer := cast(Any, trainer).datamodule.tokenizer_path) is not None:
+            leave(path.with_name("tokenizer.json"), tokenizer.read_text(encoding="utf-8"))
+
+
+def read_record(path: Path) -> tuple[list[Any], str | None]:
+    """Starts in a run.json and the tracker's name for the run; a damaged file is set aside."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8-sig"))
+        starts, tracked = record["starts"], record.get(KEY)
+        if not isinstance(starts, list):
+            raise TypeError("starts is no list")
+        return starts, tracked if isinstance(tracked, str) else None
+    except FileNotFoundError:
+        return [], None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        with contextlib.suppress(OSError):  # to be told when it is written
+            announce(
+                f"warning: {path} cannot be read ({error}): set aside as {set_aside(path)}; it "
+                "begins anew"
+            )
+        return [], None
+
+
+def code_fingerprint() -> str:
+    """Hash of this code, so that nodes with other checkouts or local changes can tell."""
+    home = Path(__file__).parents[2]
+    files = [
+        home / "cli.py",
+        *(f for part in ("lm", "data", "callbacks") for f in (home / part).rglob("*")),
+    ]
+    digest = hashlib.sha256()
+    for file in sorted(file for file in files if file.suffix in (".py", ".cpp")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what a run rests on; None where this code runs without being installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """The make of a GPU, or what there is to say of another device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({platform.machine()}, {os.cpu_count()} cores)"
+
+
+def contract(trainer: Trainer) -> dict[str, Any]:
+    """What decides a run's numbers, under the configuration keys that set it.
+
+    The module and the datamodule tell their own part by a `contract()` method.
+    """
+    parts: dict[str, Any] = {}
+    for source in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
+        if hasattr(source, "contract"):
+            parts |= cast(Any, source).contract()
+    return parts | {
+        "trainer.max_steps": trainer.max_steps,
+        "trainer.gradient_clip_val": trainer.gradient_clip_val,
+        "trainer.accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "trainer.precision": str(trainer.precision),
+        "trainer.world_size": trainer.world_size,
+        "trainer.deterministic": torch.are_deterministic_algorithms_enabled(),
+        "device": device_name(trainer.strategy.root_device),
+        "version of torch": version("torch"),
+        "version of lightning": version("lightning"),
+    }

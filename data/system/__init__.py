@@ -1,0 +1,1 @@
+"""Files, locks, processes and threads of the operating system."""

@@ -1,0 +1,1 @@
+"""Token files: prepared folders and those of other projects."""

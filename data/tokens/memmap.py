@@ -1,0 +1,215 @@
+"""Token files, read in place: flat arrays of ids, one file or several that are read as one."""
+
+import contextlib
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, Integer
+
+from data.system.atomic import replace_text
+
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+"""Types of a file without a header, by the name that configs and `meta.json` use."""
+
+# llm.c writes 256 int32 before the tokens, this number first.
+# Source: github.com/karpathy/llm.c, dev/data/data_common.py.
+LLM_C_MAGICS = {20240520: "uint16", 20240801: "uint32"}
+
+BLOCK_BYTES, N_BLOCKS = 4096, 64
+# Ids that a scan takes at once, and enough of them to tell a file's type.
+CHUNK = 1 << 20
+# Fewer may be so by chance.
+MIN_PAIRS = 16
+# Upper halves of uint32 ids stay below it: no vocabulary has 4 million ids.
+SMALL_HALF = 64
+# Each mapped file holds a file descriptor, and 1024 is all that many systems give a process.
+MOST_MAPPED = 256
+
+
+class TokenFile:
+    """A file of token ids, `offset` bytes after its start."""
+
+    def __init__(self, path: Path, dtype: np.dtype, offset: int = 0) -> None:
+        self.path, self.dtype, self.offset = path, dtype, offset
+        self.n_tokens = (path.stat().st_size - offset) // dtype.itemsize
+
+    def map(self) -> Integer[np.ndarray, " N"]:
+        """All ids, read-only; pages that were read are the kernel's cache, not our memory."""
+        # A plain array over the same pages: slicing a np.memmap costs twice as much.
+        return np.memmap(self.path, self.dtype, mode="r", offset=self.offset).view(np.ndarray)
+
+
+class TokenStream:
+    """Token files read as one, in the order given. Pickles as their names and is mapped anew."""
+
+    def __init__(self, files: Sequence[TokenFile]) -> None:
+        self.files = tuple(files)
+        self._ends = np.cumsum([file.n_tokens for file in files]).tolist()
+        self._mapped: dict[int, Integer[np.ndarray, " N"]] = {}
+        self.n_tokens: int = self._ends[-1]
+
+    @property
+    def name(self) -> str:
+        """The file, or the first of several and how many there are."""
+        more = len(self.files) - 1
+        return f"{self.files[0].path}" + (f" and {more} more" if more else "")
+
+    @property
+    def label(self) -> str:
+        """Its name and the type of its ids."""
+        return f"{self.name} ({self.files[0].dtype.name})"
+
+    def locate(self, offset: int) -> tuple[Path, int]:
+        """The file that holds an offset of the stream, and the offset in that file."""
+        place, start = self._place(offset)
+        return self.files[place].path, start
+
+    def copy(self, offset: int, out: Int[np.ndarray, " T"]) -> None:
+        """Fill `out` with the ids from an offset on."""
+        (place, start), done = self._place(offset), 0
+        while done < len(out):
+            part = self._tokens(place)[start : start + len(out) - done]
+            out[done : done + len(part)] = part
+            place, start, done = place + 1, 0, done + len(part)
+
+    def _place(self, offset: int) -> tuple[int, int]:
+        place = bisect_right(self._ends, offset)
+        return place, offset - (self._ends[place] - self.files[place].n_tokens)
+
+    def _tokens(self, place: int) -> Integer[np.ndarray, " N"]:
+        if place not in self._mapped:
+            if len(self._mapped) >= MOST_MAPPED:
+                del self._mapped[next(iter(self._mapped))]
+            self._mapped[place] = self.files[place].map()
+        return self._mapped[place]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_mapped": {}}
+
+
+def open_token_file(path: Path, dtype: str = "uint16") -> TokenFile:
+    """Open a file of little-endian ids without a header after a look at what would read as junk.
+
+    Args:
+        dtype: name in `DTYPES`.
+
+    Raises:
+        ValueError: for an unknown dtype, or a file that is missing, empty, cut short, written by
+            llm.c with its header, or of wider ids than named.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"{path}: dtype is {dtype!r}: must be one of {', '.join(DTYPES)}")
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: prepare the data or name another file")
+    n_bytes, item_size = path.stat().st_size, DTYPES[dtype].itemsize
+    if n_bytes == 0:
+        raise ValueError(f"{path} is empty (0 tokens): prepare the data again")
+    with path.open("rb") as file:
+        head = file.read(2 * CHUNK)
+    if dtype == "uint16" and looks_wide(head, 2):
+        seen = "every second uint16 is 0 or small"
+        if n_bytes % 4:
+            raise ValueError(
+                f"{path} looks like uint32 ({seen}) but has {n_bytes} bytes, no multiple of 4: "
+                "truncated; copy it again"
+            )
+        raise ValueError(
+            f"{path} looks like uint32 ({seen}) but is read as uint16: name dtype uint32 or "
+            "prepare the data again"
+        )
+    if dtype == "uint32" and looks_wide(head, 4):
+        raise ValueError(
+            f"{path} looks like 64-bit ids (every second uint32 is 0) but is read as uint32: save "
+            f"it anew by np.fromfile({path.name!r}, '<i8').astype('<u4').tofile(...)"
+        )
+    if n_bytes % item_size:
+        raise ValueError(
+            f"{path} has {n_bytes} bytes, no multiple of item size {item_size} ({dtype}): "
+            "truncated or other dtype; copy it again or name its dtype"
+        )
+    magic = int.from_bytes(head[:4], "little")
+    if magic in LLM_C_MAGICS:
+        raise ValueError(
+            f"{path} starts with an llm.c header (magic {magic}), which is not tokens: convert it "
+            f"by np.fromfile({path.name!r}, {DTYPES[LLM_C_MAGICS[magic]].str!r}, "
+            "offset=1024).tofile(...)"
+        )
+    return TokenFile(path, DTYPES[dtype])
+
+
+def looks_wide(head: bytes, item_size: int) -> bool:
+    """Whether ids at the begin of a file are twice as wide as `item_size` bytes.
+
+    Every second number is then the upper half of an id: 0, or small beside the lower ones. A file
+    that lost some bytes may begin with either.
+    """
+    pairs = np.frombuffer(head[: len(head) // (2 * item_size) * 2 * item_size], f"<u{item_size}")
+    if len(pairs) < 2 * MIN_PAIRS:
+        return False
+    upper, lower = sorted((int(pairs[::2].max()), int(pairs[1::2].max())))
+    return upper == 0 < lower or (item_size == 2 and upper < SMALL_HALF <= lower // 16)
+
+
+def content_fingerprint(path: Path) -> str:
+    """SHA-256 of a file's size and of blocks spread evenly over it: all of a small file."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode("ascii"))
+    with path.open("rb") as file:
+        for block in range(N_BLOCKS):
+            file.seek(max(0, size - BLOCK_BYTES) * block // (N_BLOCKS - 1))
+            digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def check_token_range(file: TokenFile, vocab_size: int) -> int:
+    """The largest id of the file, which is known to be below `vocab_size`, and none negative.
+
+    Reads the whole file once and keeps the maximum beside it, in `<name>.max_id.json`.
+
+    Raises:
+        ValueError: for an id that the model has no embedding for.
+    """
+    max_id = _cached_max_id(file)
+    if max_id < vocab_size:
+        return max_id
+    tokens = file.map()
+    chunks = (_unsigned(tokens[at : at + CHUNK]) for at in range(0, file.n_tokens, CHUNK))
+    bad = ((i, chunk >= vocab_size) for i, chunk in enumerate(chunks))
+    offset = next(i * CHUNK + int(found.argmax()) for i, found in bad if found.any())
+    if tokens[offset] < 0:
+        raise ValueError(
+            f"{file.path} holds id {tokens[offset]} at offset {offset}: ids must be 0 or more; "
+            "prepare the data again"
+        )
+    raise ValueError(
+        f"{file.path} holds id {tokens[offset]} at offset {offset}, the largest is {max_id}: "
+        f"ids must be below vocab_size {vocab_size} and are never clamped; "
+        f"set model.config.vocab_size to at least {max_id + 1} or prepare the data again"
+    )
+
+
+def _unsigned(ids: Integer[np.ndarray, " N"]) -> Integer[np.ndarray, " N"]:
+    # A negative id becomes a huge one, so that one bound finds both.
+    return ids.view(np.dtype(f"u{ids.itemsize}").newbyteorder(ids.dtype.byteorder))
+
+
+def _cached_max_id(file: TokenFile) -> int:
+    stat = file.path.stat()
+    state = {"dtype": file.dtype.str, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    state["fingerprint"] = content_fingerprint(file.path)
+    cache = file.path.with_name(f"{file.path.name}.max_id.json")
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(cache.read_text(encoding="utf-8"))
+        if known | state == known and type(known["max_id"]) is int and known["max_id"] >= 0:
+            return known["max_id"]
+    tokens = _unsigned(file.map())
+    max_id = max(int(tokens[i : i + CHUNK].max()) for i in range(0, file.n_tokens, CHUNK))
+    # Ranks may scan at the same time, and a folder of shared data may be read-only.
+    with contextlib.suppress(OSError):
+        replace_text(cache, json.dumps(state | {"max_id": max_id}))
+    return max_id
