@@ -31,5 +31,5 @@ def test_a_folder_imports_only_the_folders_below_it(folder: str):
 
 
 def test_only_module_py_of_lm_imports_lightning():
-    found = {p.name for p in (ROOT / "lm").glob("*.py") if "lightning" in imported(p)}
+    found = {p.name for p in (ROOT / "lm").rglob("*.py") if "lightning" in imported(p)}
     assert found == {"module.py"}

@@ -17,6 +17,7 @@ from conftest import RunYaml
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CODE = ("lm", "data", "callbacks")
 MAP = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 # What `.ci/run` does, and what the tests below do, with the small run shortened.
 SHORT = "--trainer.max_steps 3 --trainer.val_check_interval 2 --trainer.limit_val_batches 2"
@@ -59,15 +60,15 @@ def test_readme_is_read_in_one_sitting():
     assert len(README.splitlines()) <= 180
 
 
-@pytest.mark.parametrize("path", re.findall(r"^  (\w+\.py) ", MAP, flags=re.MULTILINE))
+@pytest.mark.parametrize("path", re.findall(r"^ +(\w+\.py) ", MAP, flags=re.MULTILINE))
 def test_map_names_files_that_are_there(path: str):
-    assert [*ROOT.glob(path), *ROOT.glob(f"*/{path}")]
+    assert [*ROOT.glob(path), *(p for d in CODE for p in (ROOT / d).rglob(path))]
 
 
-@pytest.mark.parametrize("folder", ["lm", "data", "callbacks"])
+@pytest.mark.parametrize("folder", CODE)
 def test_map_leaves_no_file_out(folder: str):
-    named = set(re.findall(r"^  (\w+\.py) ", MAP, flags=re.MULTILINE))
-    assert {p.name for p in (ROOT / folder).glob("*.py")} - named == {"__init__.py"}
+    named = set(re.findall(r"^ +(\w+\.py) ", MAP, flags=re.MULTILINE))
+    assert {p.name for p in (ROOT / folder).rglob("*.py")} - named == {"__init__.py"}
 
 
 @pytest.mark.slow
