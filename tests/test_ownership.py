@@ -1,6 +1,7 @@
 """What of an output folder prepare replaces, and what it leaves alone."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,31 @@ def test_corpus_of_other_text_is_replaced_on_request(run, tmp_path):
     run("abc")
     assert run("xyz", "--overwrite")[0] == 0
     assert (tmp_path / "o" / "train.bin").read_bytes()[:6] == b"x\0y\0z\0"
+
+
+@pytest.mark.parametrize("place", ["./", "{here}/", "link/", "{here}/link/"])
+def test_another_spelling_of_the_paths_is_the_same_corpus(lightning, run, tmp_path, place):
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert run("ab")[0] == 0
+    words = [(place + name).format(here=tmp_path) for name in ("a.jsonl", "v.jsonl")]
+    options = ("--output", "o", "--tokenizer", "byte", "--val_input", words[1])
+    code, _, err = lightning("prepare", "--input", words[0], *options)
+    assert (code, err) == (0, "nothing to do: o is prepared from the same inputs\n")
+
+
+def test_copied_input_is_another_one(lightning, run, tmp_path):
+    assert run("ab")[0] == 0
+    shutil.copy2(tmp_path / "a.jsonl", tmp_path / "copy.jsonl")
+    code, _, err = lightning(*PREPARE, "v.jsonl", "--input", "copy.jsonl")
+    assert (code, "(its inputs are others, or changed since)" in err) == (2, True)
+
+
+def test_corpus_of_a_version_without_real_paths_is_known(run, tmp_path):
+    assert run("ab")[0] == 0
+    meta = json.loads((tmp_path / "o" / "meta.json").read_text(encoding="utf-8"))
+    del meta["made_from"]["real_inputs"]
+    (tmp_path / "o" / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    assert run("ab") == (0, "nothing to do: o is prepared from the same inputs")
 
 
 def test_corpus_that_does_not_tell_its_inputs_is_replaced_on_request(run, tmp_path):

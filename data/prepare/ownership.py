@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from data.prepare.work import LISTS, same_job
 from data.text.tokenizer import TextTokenizer
 from data.tokens.folder import FILES, check_files, is_output, load_meta, missing_files
 from data.tokens.foreign import SUFFIXES, is_foreign
@@ -53,7 +54,7 @@ def finished(
     if meta is None:
         return None
     known = meta.get("made_from")
-    if known not in (made_from, softer):
+    if known is None or not any(same_job(known, each) for each in (made_from, softer)):
         changes = "an older version made it" if known is None else _changes(known, made_from)
         raise ValueError(f"{output} holds another prepared corpus ({changes}): {REPLACE}")
     if missing_files(output):
@@ -96,11 +97,14 @@ def _listed(names: list[str]) -> str:
 def _changes(known: dict[str, Any], made_from: dict[str, Any]) -> str:
     """The settings that differ, with both values; else which other part of the job does."""
     old, new = (_flat(each["settings"]) for each in (known, made_from))
-    changed = [key for key in new if old.get(key) != new[key]]
+    same_inputs = any(known.get(key) == made_from[key] for key in LISTS)
+    spelled = {"val_input": same_inputs, "tokenizer": known["tokenizer"] == made_from["tokenizer"]}
+    changed = [key for key in new if old.get(key) != new[key] and not spelled.get(key)]
     if changed:
         return ", ".join(f"--{key} was {old.get(key)}, is {new[key]}" for key in changed)
+    if not same_inputs:
+        return "its inputs are others, or changed since"
     parts = {
-        "inputs": "its inputs are others, or changed since",
         "corpus": "its source files are of other versions",
         "tokenizer": "its tokenizer is another one",
     }

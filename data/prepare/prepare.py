@@ -15,11 +15,11 @@ import tokenizers
 from data.prepare.corpus import SourceFile, describe, python_files
 from data.prepare.encode import Sources, encode, training_texts
 from data.prepare.ownership import WORK, finished, refuse_others
-from data.prepare.readers import Input, find_inputs, refuse_twins
+from data.prepare.readers import Input, find_inputs, real_identity, refuse_twins
 from data.prepare.summary import refuse_empty, repeated
 from data.prepare.texts import ReadOptions
 from data.prepare.vocabulary import find_tokenizer, train_bpe
-from data.prepare.work import Work
+from data.prepare.work import LISTS, Work
 from data.system.atomic import replace_text, sync
 from data.system.lock import Owner, held
 from data.text.specials import END_OF_TEXT
@@ -104,6 +104,8 @@ class Job:
             "tokenizers": tokenizers.__version__,
             "corpus": self.corpus,
             "inputs": [[given, *each.identity] for given, each in self.sources.inputs],
+            # A path has many spellings: relative, absolute or through a link.
+            "real_inputs": [[given, *real_identity(each)] for given, each in self.sources.inputs],
             "tokenizer": self.tokenizer and self.tokenizer.fingerprint,
             "settings": asdict(self.settings),
         }
@@ -268,9 +270,9 @@ class Waiting:
 
 
 def _made_from(identity: dict[str, Any]) -> dict[str, Any]:
-    """An identity as `meta.json` keeps it: the list of inputs, which may be long, as its digest."""
-    inputs = json.dumps(identity["inputs"]).encode("utf-8")
-    return identity | {"inputs": hashlib.sha256(inputs).hexdigest()}
+    """An identity as `meta.json` keeps it: lists of inputs, which may be long, as digests."""
+    inputs = {key: json.dumps(identity[key]).encode("utf-8") for key in LISTS}
+    return identity | {key: hashlib.sha256(text).hexdigest() for key, text in inputs.items()}
 
 
 def _prepare(job: Job, work: Work, progress: bool) -> dict[str, Any]:

@@ -104,6 +104,13 @@ def refuse_twins(inputs: Iterable[Input]) -> None:
         seen.add(place)
 
 
+def real_identity(source: Input) -> list[Any]:
+    """Return the identity of an input, with the real path where the input is a file."""
+    if isinstance(source, InputFile) and source.copy is None:
+        return [os.path.realpath(source.name), *source.identity[1:]]
+    return source.identity
+
+
 class InputFile:
     """A file, whose compression is known by its content and whose kind by its name.
 

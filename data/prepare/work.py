@@ -16,6 +16,8 @@ from data.tokens.memmap import DTYPES
 
 SPLITS = ("train", "val")
 STATE = {"job", "next", "left_out", "lowest_share", *SPLITS}
+LISTS = ("inputs", "real_inputs")
+"""Keys of a job that list its inputs: by the paths as given, and by real paths."""
 # Of an .npy of offsets; written when their number is known, for which numpy leaves room.
 HEADER_BYTES = 128
 # Ids that are narrowed and written at once.
@@ -135,7 +137,7 @@ class Work:
         self.writers: dict[str, SplitWriter] = {}
         known = _load(folder / "state.json") or {}
         # The tokenizer was there before the state, and leaves only when all is written.
-        if known.keys() >= STATE and known["job"] in (job, softer):
+        if known.keys() >= STATE and any(same_job(known["job"], each) for each in (job, softer)):
             self.state = known | {"job": job}
         elif folder.exists():
             shutil.rmtree(folder)
@@ -202,6 +204,19 @@ class Work:
         """Close the files; what is not whole is cut off when the work goes on."""
         for writer in self.writers.values():
             writer.close()
+
+
+def same_job(known: dict[str, Any], job: dict[str, Any]) -> bool:
+    """Whether two jobs give the same result: however the paths are spelled in them."""
+    # An older version kept no real paths. Those of a project change when it is moved as a whole.
+    same_inputs = any(known.get(key) == job[key] for key in LISTS)
+    return same_inputs and _without_paths(known) == _without_paths(job)
+
+
+def _without_paths(job: dict[str, Any]) -> dict[str, Any]:
+    """A job without paths: inputs are compared apart, a tokenizer by its fingerprint."""
+    settings = job["settings"] | {"tokenizer": None, "val_input": None}
+    return {key: value for key, value in job.items() if key not in LISTS} | {"settings": settings}
 
 
 def narrow(ids: Integer[np.ndarray, " N"], dtype: np.dtype, path: Path) -> UInt[np.ndarray, " N"]:
