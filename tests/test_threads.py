@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from data.prepare.vocabulary import train_bpe
+from data.prepare.vocabulary import byte_tokenizer, train_bpe
 from data.system.threads import Stopped, Threads, in_thread
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +45,17 @@ def test_fault_of_a_text_is_the_error_of_training():
 
     with pytest.raises(ValueError, match="bad row"):
         train_bpe(texts(), 300)
+
+
+def test_encoding_of_one_long_word_does_not_hold_up_other_threads():
+    with Threads() as threads:
+        row = threads.start(lambda: byte_tokenizer().encode_batch(["1" * 2_000_000]))
+        moments = [time.monotonic()]
+        while not row.done():
+            time.sleep(0.001)
+            moments.append(time.monotonic())
+    waits = [after - before for before, after in pairwise(moments)]
+    assert max(waits) < 0.3 * sum(waits)
 
 
 @pytest.mark.slow

@@ -256,14 +256,14 @@ class TextTokenizer:
                     f"on, that {self.source} can only encode as a whole: divide it into several "
                     "documents, a .txt such as by --split_documents blank_line"
                 )
-            encoding = tokenizer.encode(text[begin : begin + size], add_special_tokens=False)
+            encoding = _encoding(tokenizer, text[begin : begin + size])
             if found := self._last_cut(text, begin, encoding):
                 n_ids, end = found
                 yield text[begin:end], encoding.ids[:n_ids]
                 begin, size, tokenizer = end, PIECE_CHARACTERS, self._rest
             else:
                 size *= 2
-        yield text[begin:], tokenizer.encode(text[begin:], add_special_tokens=False).ids
+        yield text[begin:], _encoding(tokenizer, text[begin:]).ids
 
     def _last_cut(self, text: str, begin: int, encoding: Encoding) -> tuple[int, int] | None:
         """Ids of an encoding up to where the text is cut, and that place."""
@@ -347,6 +347,11 @@ class TextTokenizer:
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
         return type(self), (self._text, self.source)
+
+
+def _encoding(tokenizer: Tokenizer, text: str) -> Encoding:
+    # A batch, because a single `encode` holds the interpreter, and signals wait for its end.
+    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def _encode_only(tokenizer: Tokenizer) -> Tokenizer:
