@@ -47,15 +47,15 @@ def test_fault_of_a_text_is_the_error_of_training():
         train_bpe(texts(), 300)
 
 
-def test_encoding_of_one_long_word_does_not_hold_up_other_threads():
+def test_encoding_of_a_long_text_does_not_hold_up_other_threads():
     with Threads() as threads:
-        row = threads.start(lambda: byte_tokenizer().encode_batch(["1" * 2_000_000]))
+        rows = threads.start(lambda: byte_tokenizer().encode_batch(["some words " * 150_000]))
         moments = [time.monotonic()]
-        while not row.done():
+        while not rows.done():
             time.sleep(0.001)
             moments.append(time.monotonic())
     waits = [after - before for before, after in pairwise(moments)]
-    assert max(waits) < 0.3 * sum(waits)
+    assert sum(wait for wait in waits if wait > 0.04) < 0.5 * sum(waits)
 
 
 @pytest.mark.slow
