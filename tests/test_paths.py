@@ -63,6 +63,17 @@ def test_hidden_files_and_links_to_read_files_are_told(capsys):
     assert [*map(str, named_files("in/.hidden"))] == ["in/.hidden/e.txt"]
 
 
+@pytest.mark.parametrize("word", ["in", "in/**/*"])
+def test_leftovers_of_other_programs_are_counted_and_not_read(capsys, word):
+    before = named_files(word)
+    capsys.readouterr()
+    for name in ("_SUCCESS", "a.txt~", "#a.txt#", "a.jsonl.tmp", "part-0.crc", "Thumbs.db"):
+        Path("in/real", name).write_bytes(b"x")
+    assert named_files(word) == before
+    line = f"{word}: not read: in/real/#a.txt# and 5 more (left by another program)"
+    assert line in capsys.readouterr().err.splitlines()
+
+
 @pytest.mark.parametrize("target", ["nowhere", "x.txt"])
 @pytest.mark.parametrize("word", ["in", "in/x.txt", "in/*.txt"])
 def test_link_that_leads_nowhere_is_refused(word, target):

@@ -447,7 +447,8 @@ def refusal(lightning: Lightning, tmp_path, tok, monkeypatch):
             "s08.foo",
             b"x",
             "s08.foo is of no kind that is read, which are .jsonl, .json, .txt (each also with "
-            ".gz, .zst, .bz2 or .xz) and .parquet: rename it to what it holds, or name other files",
+            ".gz, .zst, .bz2 or .xz) and .parquet: if it is plain text, copy it by cp s08.foo "
+            "s08.foo.txt, and name that; else name other files",
         ),
     ],
 )

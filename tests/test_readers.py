@@ -541,8 +541,26 @@ def test_file_of_an_unknown_kind_is_refused_with_the_known_ones(tmp_path, name):
         find_inputs([str(tmp_path)], ReadOptions())
     assert str(caught.value) == (
         f"{path} is of no kind that is read, which are .jsonl, .json, .txt (each also with .gz, "
-        ".zst, .bz2 or .xz) and .parquet: rename it to what it holds, or name other files"
+        ".zst, .bz2 or .xz) and .parquet: if it is plain text, copy it by "
+        f"cp {path} {path}.txt, and name that; else name other files"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a b.csv", b'id,text\n1,"hello, ""world"""\n2,"two\nlines"\n'),
+        ("c.tsv", b'id\ttext\n1\t"hello, ""world"""\n2\t"two\nlines"\n'),
+    ],
+)
+def test_table_becomes_rows_by_the_command_of_its_refusal(tmp_path, name, content):
+    path = _write(tmp_path, name, content)
+    with pytest.raises(ValueError, match=r"convert it by .*, and name that with") as caught:
+        find_inputs([str(path)], ReadOptions())
+    command = str(caught.value).partition("convert it by ")[2].rpartition(", and name")[0]
+    subprocess.run(command, shell=True, check=True)
+    (rows,) = find_inputs([f"{path}.jsonl"], ReadOptions())
+    assert [*rows] == ['hello, "world"', "two\nlines"]
 
 
 def test_file_named_twice_is_refused(texts):

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from data.prepare.other_kinds import is_leftover
+
 Seen = set[tuple[int, int]]
 """Folders by device and inode."""
 
@@ -17,7 +19,8 @@ def named_files(word: str) -> list[Path]:
     """Return the files that a word names, in order; none where it names nothing.
 
     A link to a folder is followed, unless it leads back up. Each file counts once, under its own
-    name where that is there beside a link's. Hidden ones count where they are named.
+    name where that is there beside a link's. Hidden ones count where they are named. Markers,
+    backups and unfinished files of other programs are left out.
 
     Raises:
         ValueError: a link leads nowhere; a socket or a device, or a pipe that is not `word` itself.
@@ -33,6 +36,8 @@ def named_files(word: str) -> list[Path]:
         files[path] = sorted(file for _, inside, _ in parts for file in inside)
         hidden += [each for _, _, skipped in parts for each in skipped]
     found = [file for path in paths for file in files[path]]
+    left = {path for path in found if is_leftover(path) and path != Path(word)}
+    found = [path for path in found if path not in left]
     for path in found:
         _check(path, named=[path] == paths)
     once: dict[str, Path] = {}
@@ -42,6 +47,8 @@ def named_files(word: str) -> list[Path]:
     again = [path for path in found if path not in kept]
     if hidden:
         _say(word, hidden, "hidden; name it to read it")
+    if left:
+        _say(word, sorted(left), "left by another program")
     if again:
         _say(word, again, "a link to a file that is read already")
     return [path for path in found if path in kept]

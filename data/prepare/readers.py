@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from data.prepare import chunks, pipes
+from data.prepare import chunks, other_kinds, pipes
 from data.prepare.chunks import CHUNK, Chunks, cut, paragraphs
 from data.prepare.compression import SUFFIXES, is_tar, kind_inside, refuse_name
 from data.prepare.encodings import other_encoding
@@ -140,8 +140,8 @@ class InputFile:
             package("pyarrow", "parquet", path)
         if self.kind not in KINDS:
             raise ValueError(
-                f"{path} is of no kind that is read, which are {SUPPORTED}: rename it to what it "
-                "holds, or name other files"
+                f"{path} is of no kind that is read, which are {SUPPORTED}: "
+                f"{other_kinds.way_out(path)}"
             )
 
     @property
