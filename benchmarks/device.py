@@ -25,7 +25,8 @@ import torch
 from shape import Shape
 from throughput import measure
 
-from lm.model import LM, ModelConfig
+from lm.config import ModelConfig
+from lm.model import LM
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT2_SMALL = {"d_model": 768, "n_layers": 12, "n_heads": 12, "ffn_dim": 2048}

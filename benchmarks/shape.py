@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lm.model import ModelConfig
+from lm.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,9 +128,10 @@ def bare(shape: Shape, tokens: Path, work: Path) -> list[float]:
     """What `ours` computes, without Lightning, logs and figures."""
     import torch
 
+    from lm.config import OptimConfig
     from lm.loss import cross_entropy_sum
     from lm.module import shift
-    from lm.optim import OptimConfig, build_optimizer
+    from lm.optim import build_optimizer
     from lm.schedule import warmup_cosine
     from lm.softmax import native_softmax_step
 

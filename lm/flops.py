@@ -1,7 +1,7 @@
 """What a model costs in parameters, arithmetic and memory: closed forms, no tensor is made."""
 
+from lm.config import ModelConfig
 from lm.loss import CHUNK_ROWS
-from lm.model import ModelConfig
 
 
 def parameters(config: ModelConfig) -> dict[str, int]:

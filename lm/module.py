@@ -17,6 +17,7 @@ from jaxtyping import Int
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lm.config import ModelConfig, OptimConfig
 from lm.cpu import give_back_freed_memory
 from lm.evaluate import bits_per_byte
 from lm.experts import balance_loss, expert_figures
@@ -25,8 +26,8 @@ from lm.flops import flops_per_token
 from lm.generate import generate
 from lm.gradients import total_norm
 from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step
-from lm.model import LM, ModelConfig, plain_keys
-from lm.optim import OptimConfig, build_optimizer, use_fused
+from lm.model import LM, plain_keys
+from lm.optim import build_optimizer, use_fused
 from lm.schedule import warmup_cosine, warmup_steps
 from lm.softmax import find_compiler, library, native_softmax_step
 from lm.trained import unlike, write_weights_file

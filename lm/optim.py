@@ -1,52 +1,11 @@
-"""The optimizer: its settings and its parameter groups."""
+"""The optimizer and its parameter groups."""
 
-import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
-
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """AdamW and its learning-rate schedule."""
-
-    lr: float = 3e-4
-    """Peak learning rate, reached at the end of the warm-up."""
-    min_lr_ratio: float = 0.1
-    """Last learning rate as a share of lr, 0 to 1."""
-    warmup: int | float = 0.02
-    """Linear rise: an int is optimizer steps, 0 <= float < 1 a share of the run, rounded down."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and the second moment, each 0 <= beta < 1."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled decay of tensors with two or more dimensions; the others have none."""
-    fused: bool | Literal["auto"] = "auto"
-    """One kernel for the whole update. auto: where supported, and not with precision 16-mixed."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"model.optim.lr is {self.lr}: must be above 0 and finite")
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(f"model.optim.min_lr_ratio is {self.min_lr_ratio}: must be 0 to 1")
-        if isinstance(self.warmup, float) and not 0 <= self.warmup < 1:
-            raise ValueError(
-                f"model.optim.warmup is {self.warmup}: a share of the run must be at least 0 and "
-                "below 1; write an int (no dot) for a number of steps"
-            )
-        if self.warmup < 0:
-            raise ValueError(f"model.optim.warmup is {self.warmup}: must not be negative")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"model.optim.betas is {self.betas}: each must be at least 0, below 1")
-        if not 0 < self.eps < math.inf:
-            raise ValueError(f"model.optim.eps is {self.eps}: must be above 0")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(
-                f"model.optim.weight_decay is {self.weight_decay}: must not be negative"
-            )
+from lm.config import OptimConfig
 
 
 def lower_rate(lr: float) -> float:

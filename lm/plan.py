@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from lm.config import ModelConfig, OptimConfig
 from lm.flops import activation_bytes, active_parameters, flops_per_token, parameters
-from lm.model import ModelConfig
-from lm.optim import OptimConfig
 from lm.schedule import warmup_cosine, warmup_steps
 
 HOURS = (8.0, 12.0, 17.0, 24.0, 36.0, 67.0)

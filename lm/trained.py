@@ -11,9 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lm.config import ModelConfig
 from lm.finite import NonFiniteError, few, non_finite
 from lm.hub.hf import read_folder, read_safetensors, save_tensors
-from lm.model import LM, ModelConfig, plain_keys
+from lm.model import LM, plain_keys
 
 # Key of a weights-only file's metadata.
 FACTS = "relight"

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lm.model import ModelConfig
+from lm.config import ModelConfig
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

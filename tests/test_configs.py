@@ -7,7 +7,8 @@ import yaml
 from conftest import Lightning
 
 from callbacks.config.values import load_yaml
-from lm.model import LM, ModelConfig
+from lm.config import ModelConfig
+from lm.model import LM
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

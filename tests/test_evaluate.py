@@ -10,9 +10,10 @@ from conftest import Lightning, RunYaml
 from tokenizers import Tokenizer, decoders, models
 
 from data.prepare.prepare import Settings, prepare_files
+from lm.config import ModelConfig
 from lm.evaluate import bits_per_byte, loss_of_text, windows
 from lm.loss import IGNORE_INDEX
-from lm.model import LM, ModelConfig
+from lm.model import LM
 
 SMALL = ModelConfig(vocab_size=50, d_model=16, n_layers=1, n_heads=2, ffn_dim=24, max_seq_len=8)
 

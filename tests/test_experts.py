@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from conftest import Lightning, RunYaml, cut_back
 from torch import Tensor
 
+from lm.config import ModelConfig
 from lm.experts import Experts, arrange, balance_loss, expert_figures
 from lm.flops import active_parameters, flops_per_token, parameters
-from lm.model import LM, ModelConfig
+from lm.model import LM
 
 MOE: dict[str, Any] = {
     "model.config.n_experts": 4,

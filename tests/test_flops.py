@@ -11,9 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from callbacks.peak_flops import measured_peak_flops, peak_flops
 from callbacks.throughput import Throughput, mfu
+from lm.config import ModelConfig
 from lm.flops import activation_bytes, flops_per_token, parameters
 from lm.loss import CHUNK_ROWS, cross_entropy_sum
-from lm.model import LM, ModelConfig
+from lm.model import LM
 
 BASE = ModelConfig(
     vocab_size=32000, d_model=1536, n_layers=18, n_heads=12, n_kv_heads=4, ffn_dim=4096,

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from lm.config import ModelConfig
 from lm.generate import generate, pick
-from lm.model import LM, ModelConfig
+from lm.model import LM
 
 GREEDY: dict[str, Any] = {
     "max_new_tokens": 9,

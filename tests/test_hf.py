@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lm.config import ModelConfig
 from lm.generate import generate
 from lm.hub.hf import from_hf_config, read_folder, to_hf_config, to_hf_weights, write_weights
-from lm.model import LM, ModelConfig
+from lm.model import LM
 from lm.trained import from_folder
 
 transformers: Any = pytest.importorskip(

@@ -10,16 +10,8 @@ import references
 import torch
 import torch.nn.functional as F
 
-from lm.model import (
-    LM,
-    KVCache,
-    ModelConfig,
-    RMSNorm,
-    attends_in_groups,
-    plain_keys,
-    rotary_table,
-    rotate,
-)
+from lm.config import ModelConfig
+from lm.model import LM, KVCache, RMSNorm, attends_in_groups, plain_keys, rotary_table, rotate
 
 TINY = ModelConfig(
     vocab_size=11,

@@ -24,12 +24,12 @@ from torch.utils.data import DataLoader, default_convert
 from callbacks.checkpoint.files import read_checkpoint
 from callbacks.run.trainer import Trainer
 from data.tokens.memmap import content_fingerprint
+from lm.config import ModelConfig, OptimConfig
 from lm.experts import balance_loss
 from lm.generate import generate
 from lm.loss import softmax_step
-from lm.model import LM, ModelConfig
+from lm.model import LM
 from lm.module import LMModule, can_compile, stream_seed
-from lm.optim import OptimConfig
 from lm.softmax import find_compiler, native_softmax_step
 
 CONFIG = ModelConfig(

@@ -7,8 +7,9 @@ from typing import Literal
 import pytest
 import torch
 
-from lm.model import LM, ModelConfig
-from lm.optim import OptimConfig, build_optimizer, parameter_groups, use_fused
+from lm.config import ModelConfig, OptimConfig
+from lm.model import LM
+from lm.optim import build_optimizer, parameter_groups, use_fused
 
 
 def tiny(tied: bool = True) -> LM:

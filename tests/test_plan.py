@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from conftest import Lightning, RunYaml
 
-from lm.model import ModelConfig
-from lm.optim import OptimConfig
+from lm.config import ModelConfig, OptimConfig
 from lm.plan import RunPlan, ledger, table
 
 BASE = RunPlan(

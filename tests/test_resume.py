@@ -19,7 +19,7 @@ from torch import nn
 from callbacks.drill.drill import rows
 from callbacks.drill.kill_points import VARIABLE
 from data.tokens.folder import missing_files
-from lm.optim import OptimConfig
+from lm.config import OptimConfig
 from lm.schedule import warmup_cosine
 
 PROGRAM = Path(sys.executable).with_name("lightning")

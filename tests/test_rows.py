@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, default_convert
 
 from data.rows import Rows, Specials
 from data.tokens.memmap import DTYPES, TokenFile, TokenStream
-from lm.model import LM, ModelConfig
+from lm.config import ModelConfig
+from lm.model import LM
 
 PLAIN = Specials(eos=2)
 WITH_BOS = Specials(eos=2, bos=1)

@@ -26,9 +26,8 @@ from callbacks.checkpoint.files import read_checkpoint
 from callbacks.drill.drill import rows
 from data.tokens.memmap import DTYPES, TokenFile, TokenStream, content_fingerprint
 from data.windows import Windows
-from lm.model import ModelConfig
+from lm.config import ModelConfig, OptimConfig
 from lm.module import LMModule
-from lm.optim import OptimConfig
 
 CONFIG = ModelConfig(
     vocab_size=11, d_model=12, n_layers=2, n_heads=3, ffn_dim=10, max_seq_len=6, init_std=0.2

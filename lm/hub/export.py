@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lm.config import ModelConfig
 from lm.hub.hf import (
     INDEX,
     WEIGHTS,
@@ -27,7 +28,6 @@ from lm.hub.hf import (
     to_hf_weights,
     write_weights,
 )
-from lm.model import ModelConfig
 from lm.plan import WIDEST_HEAD
 from lm.trained import Trained, network
 

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lm.config import ModelConfig
 from lm.finite import few
-from lm.model import ModelConfig
 
 # By whether queries and keys are normed, and whether there are experts.
 ARCHITECTURES = {
