@@ -66,7 +66,7 @@ def train(code: Path, name: str, run: Path, steps: int) -> None:
 
 
 def main() -> int:
-    from callbacks.drill import compare
+    from callbacks.drill.drill import compare
 
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("before", help="commit of the code to compare with")
