@@ -363,8 +363,8 @@ def drill(argv: list[str]) -> None:
     from callbacks.config.files import read_pipes
     from callbacks.drill import drill as fire_drill
     from callbacks.run.trainer import device_type
+    from lm.compile import why_not_compiled
     from lm.flops import flops_per_token
-    from lm.module import why_not_compiled
 
     run = read_pipes(run)
     config = run_cli("prepare", [*run, *shortened(options.steps)]).config
@@ -656,7 +656,7 @@ def cli_class(command: str, runs: bool) -> type:
             self.trainer.validate(
                 model, ckpt_path=found, weights_only=True, verbose=False, **kwargs
             )
-            if not math.isfinite(loss := model.validation_figures["val/loss"]):
+            if not math.isfinite(loss := model.validation_metrics["val/loss"]):
                 raise RuntimeError(
                     f"the validation loss is {loss}: the weights are too large or damaged; give an "
                     "earlier checkpoint by --ckpt_path"

@@ -136,7 +136,7 @@ def bare(shape: Shape, tokens: Path, work: Path) -> list[float]:
     from lm.softmax import native_softmax_step
 
     net, batch = network(shape), batches(shape, tokens)
-    net.model.decode = torch.compile(net.model.decode, dynamic=False)
+    net.model.apply_blocks = torch.compile(net.model.apply_blocks, dynamic=False)
     optimizer = build_optimizer(net, OptimConfig(lr=3e-4), True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_cosine(step, warmup(shape), shape.all_steps, 0.1)

@@ -41,9 +41,9 @@ class Watcher(Protocol):
 class LearningModule(Protocol):
     """What the console and the loggers ask of the module."""
 
-    validation_figures: dict[str, float]
+    validation_metrics: dict[str, float]
 
-    def step_figures(self) -> dict[str, float]:
+    def step_metrics(self) -> dict[str, float]:
         """Figures by metric name, of the last finished step."""
         ...
 
@@ -150,7 +150,7 @@ class Progress(Callback):
         if not (at_step_edge(trainer, batch_idx) and is_logged(trainer, step)):
             return
         # The module first: reading its figures waits for the device, so that times are true.
-        figures = cast(LearningModule, pl_module).step_figures()
+        figures = cast(LearningModule, pl_module).step_metrics()
         figures |= cast(Any, trainer).datamodule.step_figures()
         for callback in cast(Any, trainer).callbacks:
             if isinstance(callback, StepFigures):
@@ -161,7 +161,7 @@ class Progress(Callback):
         self._show_watchers(trainer, figures)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        figures = cast(LearningModule, pl_module).validation_figures
+        figures = cast(LearningModule, pl_module).validation_metrics
         self._validation = {name: figures[name] for name in ("val/loss",) if name in figures}
         self._log(trainer, figures)
         # Outside a fit the Trainer does not know the step of what it evaluates.

@@ -23,7 +23,7 @@ LOGIT_VARIANCE = 0.05
 
 
 class KVCache:
-    """Keys and values of the positions seen so far, for all layers.
+    """Keys and values of past positions, for all layers.
 
     Shapes: `keys`, `values` (L, B, K, positions, H); `length` positions are filled.
     """
@@ -40,7 +40,7 @@ class KVCache:
     def append(
         self, layer: int, key: Float[Tensor, "B K T H"], value: Float[Tensor, "B K T H"]
     ) -> tuple[Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
-        """Store a layer's new keys and values and return all of its own so far."""
+        """Store a layer's new keys and values and return all of that layer."""
         end = self.length + key.shape[2]
         self.keys[layer, :, :, self.length : end] = key
         self.values[layer, :, :, self.length : end] = value
@@ -65,7 +65,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary_table(config: ModelConfig) -> Float[Tensor, "2 T H"]:
-    """Cosines and sines of every position's angles, each half-width repeated twice.
+    """Return cosines and sines of every position's angles, each half-width repeated twice.
 
     Source: RoFormer, arXiv:2104.09864, in the half-split layout of Llama's published weights.
     """
@@ -76,17 +76,16 @@ def rotary_table(config: ModelConfig) -> Float[Tensor, "2 T H"]:
 
 
 def rotate(x: Float[Tensor, "B N T H"], rotary: Float[Tensor, "2 T H"]) -> Float[Tensor, "B N T H"]:
-    """Turn each (first half, second half) pair of values by its position's angle, in fp32."""
+    """Rotate each (first half, second half) pair of values by its position's angle, in fp32."""
     cos, sin = rotary
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x)
 
 
 def attends_in_groups(device: str, dtype: torch.dtype) -> bool:
-    """Whether torch has a kernel that shares keys and values among queries, not the one that keeps
-    all scores.
+    """Whether torch has a memory-efficient kernel for grouped-query attention.
 
-    On CUDA only flash attention does. It takes no fp32, and no fp16 on the cards that need fp16.
+    On CUDA only flash attention supports it: not in fp32, nor in fp16 on GPUs without bf16.
     """
     return device != "cuda" or dtype == torch.bfloat16
 
@@ -201,20 +200,20 @@ class Trunk(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Trunk":
         super()._apply(fn, recurse)
-        # No buffer, for it follows the weights to their device but not into half precision, where
-        # far positions would share their angles.
+        # Not a buffer: it follows the weights to their device but stays in fp32, because in half
+        # precision distant positions would share their angles.
         self.rotary = self.rotary.to(fn(self.rotary).device)
         return self
 
     def forward(
         self, ids: Int[Tensor, "B T"], cache: KVCache | None = None
     ) -> Float[Tensor, "B T D"]:
-        return self.routed(ids, cache)[0]
+        return self.forward_with_routing(ids, cache)[0]
 
-    def routed(
+    def forward_with_routing(
         self, ids: Int[Tensor, "B T"], cache: KVCache | None = None
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "L 2 E"] | None]:
-        """Hidden states, and of each layer's experts what `Experts` tells beside its result."""
+        """Return hidden states and, with experts, each layer's routing (see `Experts.forward`)."""
         start = 0 if cache is None else cache.length
         if start + ids.shape[1] > self.rotary.shape[1]:
             raise ValueError(
@@ -223,18 +222,18 @@ class Trunk(nn.Module):
             )
         rotary = self.rotary[:, start : start + ids.shape[1]]
         x = F.dropout(self.embed_tokens(ids), self.dropout, self.training)
-        return self.decode(x, rotary, cache)
+        return self.apply_blocks(x, rotary, cache)
 
-    def decode(
+    def apply_blocks(
         self,
         x: Float[Tensor, "B T D"],
         rotary: Float[Tensor, "2 T H"],
         cache: KVCache | None = None,
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "L 2 E"] | None]:
-        """All blocks and the last norm: what is worth compiling.
+        """Apply all blocks and the last norm: the part that is compiled.
 
-        Not the embedding: compiled for CPUs, its gradient is summed by threads in the order in
-        which they come, and no two runs end with the same bits.
+        The embedding is left out: compiled for CPUs, threads sum its gradient in an order that
+        varies between runs.
         """
         routings: list[Tensor] = []
         for layer, block in enumerate(self.layers):
@@ -252,8 +251,8 @@ class Trunk(nn.Module):
 class LM(nn.Module):
     """Causal language model.
 
-    Its head is the matrix `head_weight` (V, D): a loss takes it together with the hidden
-    states of `model`, so that logits need never be whole in memory.
+    The head is the matrix `head_weight` (V, D). The loss takes it together with the hidden states
+    of `model`, so that the full logits never exist in memory.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -274,12 +273,12 @@ class LM(nn.Module):
 
     @property
     def expected_first_loss(self) -> float:
-        """Loss in nats a token of new weights, which know only how many tokens there are."""
+        """Expected loss in nats per token of newly initialized weights."""
         return math.log(self.config.vocab_size) + LOGIT_VARIANCE / 2
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new weights from torch's global generator.
+        """Initialize all weights from torch's global generator.
 
         The normed hidden state has length √D, so a head of standard deviation s gives logits of
         variance D·s² and a first loss of ln V + D·s²/2. s = √(0.05/D) keeps that at ln V + 0.025
@@ -301,12 +300,12 @@ class LM(nn.Module):
     def forward(
         self, ids: Int[Tensor, "B T"], cache: KVCache | None = None
     ) -> Float[Tensor, "B T V"]:
-        """Logits of every position; with a cache, `ids` are the positions after those in it."""
+        """Return logits of every position; with a cache, `ids` continue the cached positions."""
         return F.linear(self.model(ids, cache), self.head_weight)
 
 
 def plain_keys(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names without the prefixes of torch.compile (`_orig_mod.`) and DDP (`module.`)."""
+    """Return weights without the name prefixes of torch.compile and DDP."""
     return {
         name.replace("_orig_mod.", "").removeprefix("module."): tensor
         for name, tensor in weights.items()

@@ -1,6 +1,7 @@
 """The optimizer and its parameter groups."""
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -59,3 +60,32 @@ def build_optimizer(module: nn.Module, config: OptimConfig, fused: bool) -> torc
         eps=config.eps,
         fused=fused or None,
     )
+
+
+def override_stored_settings(
+    checkpoint: dict[str, Any],
+    own_groups: list[dict[str, Any]],
+    lr_multiplier: Callable[[int], float],
+) -> None:
+    """Replace a checkpoint's optimizer settings by the current ones.
+
+    Restoring an optimizer would bring the stored settings back without notice.
+
+    Raises:
+        ValueError: the current optimizer has other parameter groups.
+    """
+    multiplier = lr_multiplier(checkpoint["global_step"])
+    rates = [group["lr"] for group in own_groups]
+    for state in checkpoint["optimizer_states"]:
+        was, sizes = ([len(g["params"]) for g in gs] for gs in (state["param_groups"], own_groups))
+        if was != sizes:
+            raise ValueError(
+                f"the optimizer has groups of {sizes} tensors, in the checkpoint of {was}: "
+                "build_optimizer in lm/optim.py was changed; change it back, or begin a new "
+                "run with these weights by model.from_weights"
+            )
+        for stored, group, rate in zip(state["param_groups"], own_groups, rates, strict=True):
+            stored |= {name: value for name, value in group.items() if name != "params"}
+            stored |= {"lr": rate * multiplier, "initial_lr": rate}
+    for schedule in checkpoint["lr_schedulers"]:
+        schedule |= {"base_lrs": rates, "_last_lr": [rate * multiplier for rate in rates]}

@@ -141,7 +141,7 @@ def train(callback: AtomicCheckpoint, trainer: Any, *steps: int) -> None:
 
 def validate(callback: AtomicCheckpoint, trainer: Any, step: int, loss: float) -> None:
     trainer.global_step = step
-    module: Any = SimpleNamespace(validation_figures={"val/loss": loss})
+    module: Any = SimpleNamespace(validation_metrics={"val/loss": loss})
     callback.on_validation_end(trainer, module)
     callback.wait(trainer)
 

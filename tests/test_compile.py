@@ -20,8 +20,8 @@ pytestmark = [
 PROGRAM = """
 import json, sys
 import cli
-import lm.module
-lm.module.COMPILE_FLOPS = 0
+import lm.compile
+lm.compile.COMPILE_FLOPS = 0
 code = cli.main(sys.argv[1:])
 from torch._dynamo.utils import counters
 print(json.dumps([code, counters["stats"].get("unique_graphs", 0)]))

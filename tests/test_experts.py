@@ -12,7 +12,7 @@ from conftest import Lightning, RunYaml, cut_back
 from torch import Tensor
 
 from lm.config import ModelConfig
-from lm.experts import Experts, arrange, balance_loss, expert_figures
+from lm.experts import Experts, arrange, balance_loss, expert_metrics
 from lm.flops import active_parameters, flops_per_token, parameters
 from lm.model import LM
 
@@ -82,7 +82,7 @@ def test_balance_loss_is_one_where_even_and_the_number_of_experts_where_not():
     collapsed = torch.zeros(3, 2, 4)
     collapsed[..., 1] = 1.0
     assert balance_loss(collapsed) == 4
-    figures = expert_figures(collapsed)
+    figures = expert_metrics(collapsed)
     assert (figures["moe/load_max"], figures["moe/load_min"]) == (4, 0)
     assert [figures[f"moe/load/{i}"] for i in range(4)] == [0, 4, 0, 0]
 
@@ -122,17 +122,17 @@ def test_gradients_repeat_bit_for_bit_on_two_threads():
 @pytest.mark.parametrize("chosen", [[], [3] * 300, [0, 1, 2, 3] * 100, [1, 1, 3] * 150])
 def test_every_choice_lies_once_among_those_of_its_expert(chosen: list[int]):
     choices = torch.tensor(chosen, dtype=torch.int64)
-    places, rows_at, ends, counts = arrange(choices, 4)
+    slots, choice_at, ends, counts = arrange(choices, 4)
     assert counts.tolist() == [chosen.count(i) for i in range(4)]
-    assert ends[-1] == len(rows_at)
+    assert ends[-1] == len(choice_at)
     begins = torch.cat((ends.new_zeros(1), ends[:-1]))
-    for number, place in enumerate(places.tolist()):
-        assert rows_at[place] == number
-        assert begins[chosen[number]] <= place < ends[chosen[number]]
-    assert int((rows_at >= 0).sum()) == len(chosen)
+    for number, slot in enumerate(slots.tolist()):
+        assert choice_at[slot] == number
+        assert begins[chosen[number]] <= slot < ends[chosen[number]]
+    assert int((choice_at >= 0).sum()) == len(chosen)
     # Whole multiples, so that kernels meet few numbers of rows; a few rows are left as they are.
     assert not any(end % 64 for end in ends.tolist()) or len(chosen) < 256
-    assert len(rows_at) < len(chosen) + 5 * 64
+    assert len(choice_at) < len(chosen) + 5 * 64
 
 
 def test_active_parameters_and_flops_count_the_chosen_experts_alone():

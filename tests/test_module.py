@@ -24,12 +24,13 @@ from torch.utils.data import DataLoader, default_convert
 from callbacks.checkpoint.files import read_checkpoint
 from callbacks.run.trainer import Trainer
 from data.tokens.memmap import content_fingerprint
+from lm.compile import Compilation, can_compile
 from lm.config import ModelConfig, OptimConfig
 from lm.experts import balance_loss
 from lm.generate import generate
 from lm.loss import softmax_step
 from lm.model import LM
-from lm.module import LMModule, can_compile, stream_seed
+from lm.module import LMModule, stream_seed
 from lm.softmax import find_compiler, native_softmax_step
 
 CONFIG = ModelConfig(
@@ -77,7 +78,7 @@ def fit(tmp_path: Path):
             config=CONFIG, optim=optim, compile=False, seed=5
         )
         seen: list[dict[str, float]] = []
-        cast(Any, module).on_train_batch_end = lambda *_: seen.append(module.step_figures())
+        cast(Any, module).on_train_batch_end = lambda *_: seen.append(module.step_metrics())
         options = {"precision": "32-true", "gradient_clip_val": 1e9} | trainer
         Trainer(
             accelerator="cpu",
@@ -193,7 +194,7 @@ def fit_in_fp16(batches: list[dict[str, torch.Tensor]], root: Path) -> list[dict
     """Train with the gradient scaler, which Lightning's own options only allow on a GPU."""
     module = LMModule(config=CONFIG, optim=OPTIM, compile=False, seed=5)
     seen: list[dict[str, float]] = []
-    cast(Any, module).on_train_batch_end = lambda *_: seen.append(module.step_figures())
+    cast(Any, module).on_train_batch_end = lambda *_: seen.append(module.step_metrics())
     LightningTrainer(
         accelerator="cpu",
         plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))],  # pyright: ignore[reportPrivateImportUsage]
@@ -255,11 +256,11 @@ def test_auto_answers_a_failing_compiler_with_one_line_and_plain_code(
         raise TorchDynamoException("")
 
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: refuse)
-    module = LMModule(config=CONFIG, optim=OPTIM)
-    module.compiled = True
-    double = module._compile(lambda x: 2 * x)
+    compilation = Compilation("auto")
+    compilation.active = True
+    double = compilation.compile(lambda x: 2 * x)
     assert [double(2), double(3)] == [4, 6]
-    assert not module.compiled
+    assert not compilation.active
     told = "compile: failed, so the run is not compiled: TorchDynamoException"
     assert capsys.readouterr().err.splitlines() == [told]
 
@@ -410,11 +411,8 @@ def test_a_kernel_that_cannot_be_built_is_told_and_done_without(
     def library() -> None:
         raise OSError("c++ cannot build softmax.cpp: why")
 
-    monkeypatch.setattr("lm.module.library", library)
-    module = LMModule(config=CONFIG, optim=OPTIM)
-    strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    module._trainer = cast(Any, SimpleNamespace(strategy=strategy))
-    assert module._fast_loss_step() is softmax_step
+    monkeypatch.setattr("lm.compile.library", library)
+    assert Compilation("auto").loss_kernel("cpu") is softmax_step
     assert capsys.readouterr().err == (
         "loss: c++ cannot build softmax.cpp: why; torch's own operations are used\n"
     )
@@ -440,7 +438,7 @@ def test_first_loss_is_that_of_a_uniform_guess_and_falls(
     assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
 
 
-def test_validation_figures_agree_with_each_other(
+def test_validation_metrics_agree_with_each_other(
     lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
 ):
     lightning("fit", "--config", run_yaml({"data.eval_train": True}))

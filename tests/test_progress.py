@@ -69,7 +69,7 @@ def stand_in(**changes: Any) -> Any:
 
 def module(loss: float) -> Any:
     validation = {"val/loss": loss + 1, "val/perplexity": 9.0}
-    return SimpleNamespace(step_figures=lambda: {"train/loss": loss}, validation_figures=validation)
+    return SimpleNamespace(step_metrics=lambda: {"train/loss": loss}, validation_metrics=validation)
 
 
 def end_step(progress: Progress, trainer: Any, step: int, loss: float) -> None:
@@ -97,7 +97,7 @@ def test_console_line_tells_of_skipped_steps():
     assert console_line(4, 6, figures) == "step 4/6 · loss nan · skipped 3"
 
 
-def test_validation_line_holds_the_validation_figures():
+def test_validation_line_holds_the_validation_metrics():
     figures = {
         "val/loss": 2.0,
         "val/perplexity": 7.389,
@@ -181,7 +181,7 @@ WITHOUT = (
 def test_validation_without_a_target_is_one_warning_in_a_run():
     stream = io.StringIO()
     progress, trainer = Progress(stream), stand_in(global_step=4)
-    progress.on_validation_end(trainer, cast(Any, SimpleNamespace(validation_figures={})))
+    progress.on_validation_end(trainer, cast(Any, SimpleNamespace(validation_metrics={})))
     end_step(progress, trainer, 5, 1.0)
     assert stream.getvalue() == f"warning: step 4: {WITHOUT}\nstep  5/20 · loss 1.0000\n"
 
@@ -189,7 +189,7 @@ def test_validation_without_a_target_is_one_warning_in_a_run():
 def test_evaluation_without_a_target_is_an_error():
     progress, trainer = Progress(io.StringIO()), stand_in(state=SimpleNamespace(fn="validate"))
     with pytest.raises(RuntimeError, match=re.escape(WITHOUT)):
-        progress.on_validation_end(trainer, cast(Any, SimpleNamespace(validation_figures={})))
+        progress.on_validation_end(trainer, cast(Any, SimpleNamespace(validation_metrics={})))
 
 
 @pytest.mark.parametrize(

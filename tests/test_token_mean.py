@@ -81,7 +81,7 @@ class Watched(LMModule):
         gradients = {
             n: p.grad.clone() for n, p in self.net.named_parameters() if p.grad is not None
         }
-        self.seen[-1] |= self.step_figures() | {"gradients": gradients}
+        self.seen[-1] |= self.step_metrics() | {"gradients": gradients}
 
 
 def train(root: Path, world: int, accumulate: int, precision: str) -> list[dict[str, Any]]:
@@ -279,7 +279,7 @@ def validate(tmp_path: Path, *targets: list[int]) -> dict[str, float]:
         accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
     ).validate(module, datamodule=Validation(*targets), verbose=False)  # fmt: skip
-    return module.validation_figures
+    return module.validation_metrics
 
 
 def test_source_without_targets_leaves_the_loss_of_the_others(tmp_path):

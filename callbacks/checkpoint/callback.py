@@ -122,7 +122,7 @@ class AtomicCheckpoint(Checkpoint):
         if trainer.state.fn != "fit":
             return
         # A validation without a target has no loss.
-        loss = cast(Any, pl_module).validation_figures.get("val/loss", float("inf"))
+        loss = cast(Any, pl_module).validation_metrics.get("val/loss", float("inf"))
         new_best = loss < self.best.get("loss", float("inf"))
         if new_best:
             self.best = {"loss": loss, "step": trainer.global_step}
