@@ -740,8 +740,8 @@ def export(argv: list[str]) -> None:
     if not options.shard_gb > 0:
         raise ValueError(f"--shard_gb is {options.shard_gb}: must be above 0")
 
-    from lm.hub.export import check_place
     from lm.hub.export import export as write
+    from lm.hub.folder import check_place
 
     output = Path(options.output)
     check_place(output, options.overwrite)
@@ -957,7 +957,7 @@ def read_trained(place: Path, key: str = "--ckpt_path") -> Any:
 
     from callbacks.checkpoint.files import WEIGHTS, checkpoints, read_checkpoint, read_newest
     from callbacks.run.trainer import announce
-    from lm.hub.hf import names_model
+    from lm.hub.files import names_model
     from lm.trained import from_checkpoint, from_folder, from_weights_file
 
     if not place.exists():

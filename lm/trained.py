@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lm.config import ModelConfig
 from lm.finite import NonFiniteError, few, non_finite
-from lm.hub.hf import read_folder, read_safetensors, save_tensors
+from lm.hub.files import read_folder, read_safetensors, save_tensors
 from lm.model import LM, plain_keys
 
 # Key of a weights-only file's metadata.

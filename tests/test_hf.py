@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from lm.config import ModelConfig
 from lm.generate import generate
-from lm.hub.hf import from_hf_config, read_folder, to_hf_config, to_hf_weights, write_weights
+from lm.hub.config import from_hf_config, to_hf_config
+from lm.hub.files import read_folder, write_weights
+from lm.hub.weights import to_hf_weights
 from lm.model import LM
 from lm.trained import from_folder
 

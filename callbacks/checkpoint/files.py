@@ -19,7 +19,7 @@ from callbacks.drill.kill_points import reach, watched
 from callbacks.run.trainer import announce
 from data.system.atomic import make_folder, replaced
 from lm.finite import NonFiniteError, few, non_finite
-from lm.hub.hf import names_model
+from lm.hub.files import names_model
 from lm.trained import from_weights_file, step_of_weights
 
 FOLDER = "checkpoints"

@@ -1,1 +1,1 @@
-"""Hugging Face form of models: configuration, weights, exported folders, tasks of lm-eval."""
+"""Hugging Face format: configuration, weights, exported folders, lm-eval tasks."""

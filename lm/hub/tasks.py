@@ -1,4 +1,4 @@
-"""Tasks of lm-eval on a model of ours, through a Hugging Face folder that is gone afterwards."""
+"""lm-eval tasks on a trained model, through a temporary Hugging Face folder."""
 
 import importlib
 import importlib.util
@@ -6,15 +6,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lm.hub.export import Tokens, export
+from lm.hub.export import export
+from lm.hub.tokenizer import Tokens
 from lm.trained import Trained
 
 
 def require_lm_eval() -> None:
-    """Find out before any work whether lm-eval is there.
+    """Check before any work that lm-eval is installed.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is missing.
     """
     for name in ("lm_eval", "transformers"):
         if importlib.util.find_spec(name) is None:
@@ -32,10 +33,10 @@ def run_tasks(
     limit: int | None,
     device: str,
 ) -> str:
-    """Results of the tasks, as a table.
+    """Run the tasks and return their results as a table.
 
     Raises:
-        ValueError: a task is not known.
+        ValueError: a task is unknown.
     """
     lm_eval: Any = importlib.import_module("lm_eval")
     tasks: Any = importlib.import_module("lm_eval.tasks")
