@@ -251,10 +251,10 @@ def plan(argv: list[str]) -> None:
 
     import json
 
-    from callbacks.run.trainer import keep_promises
+    from callbacks.run.trainer_arguments import check_arguments
     from lm.plan import HOURS, ledger, table
 
-    keep_promises(vars(cli.config.trainer))
+    check_arguments(vars(cli.config.trainer))
     found = ledger(run_plan(cli, tuple(options.hours or HOURS)))
     print(json.dumps(found, indent=1) if options.json else table(found))
 
@@ -265,7 +265,8 @@ def run_plan(cli: Any, hours: tuple[float, ...]) -> Any:
 
     from callbacks.checkpoint.files import checkpoints
     from callbacks.peak_flops import peak_flops
-    from callbacks.run.trainer import choose_precision, device_type
+    from callbacks.run.devices import device_type
+    from callbacks.run.precision import choose_precision
     from lm.plan import RunPlan
 
     trainer, checkpoint, throughput = (
@@ -362,7 +363,7 @@ def drill(argv: list[str]) -> None:
 
     from callbacks.config.files import read_pipes
     from callbacks.drill import drill as fire_drill
-    from callbacks.run.trainer import device_type
+    from callbacks.run.devices import device_type
     from lm.compile import why_not_compiled
     from lm.flops import flops_per_token
 
@@ -501,8 +502,10 @@ def cli_class(command: str, runs: bool) -> type:
     from callbacks.loggers.metrics_csv import MetricsCSV
     from callbacks.loggers.tensorboard import SeamlessTensorBoard
     from callbacks.loggers.trackers import TrackedRun, Tracker, make_logger, run_id
+    from callbacks.run.announce import announce
+    from callbacks.run.devices import device_type
     from callbacks.run.folder import code_fingerprint, commit, lock, versions
-    from callbacks.run.trainer import announce, device_type, is_dry_run
+    from callbacks.run.steps import is_dry_run
     from callbacks.samples import Samples
     from callbacks.throughput import Throughput
     from callbacks.weights import Weights
@@ -599,10 +602,10 @@ def cli_class(command: str, runs: bool) -> type:
 
         def fit(self, model: Any, ckpt_path: str | None = None, **kwargs: Any) -> None:
             root = Path(self.trainer.default_root_dir)
-            if is_dry_run(self.trainer):
-                self.read_start(model)
-                return self.trainer.fit(model, weights_only=True, **kwargs)
             trainer: Any = self.trainer
+            if is_dry_run(trainer):
+                self.read_start(model)
+                return trainer.fit(model, weights_only=True, **kwargs)
             first = trainer.is_global_zero
             # Rank 0 decides for all what the run goes on from.
             trainer.start_elsewhere = lambda: self.read_start(model)
@@ -941,7 +944,7 @@ def usable_device(asked: str) -> str:
     """Device type of a command's --device."""
     import torch
 
-    from callbacks.run.trainer import device_type
+    from callbacks.run.devices import device_type
 
     if asked == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but this machine has none; leave it out or give cpu")
@@ -956,7 +959,7 @@ def read_trained(place: Path, key: str = "--ckpt_path") -> Any:
     import zipfile
 
     from callbacks.checkpoint.files import WEIGHTS, checkpoints, read_checkpoint, read_newest
-    from callbacks.run.trainer import announce
+    from callbacks.run.announce import announce
     from lm.hub.files import names_model
     from lm.trained import from_checkpoint, from_folder, from_weights_file
 

@@ -2,20 +2,22 @@
 
 import os
 import socket
-from typing import Any, cast
+from typing import cast
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
 from callbacks.run.folder import contract
+from callbacks.run.trainer import Trainer
+from lm.module import LMModule
 
 
 class SameData(Callback):
     """Compares what the processes of a run make of its data, before the first of them trains."""
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        ours = cast(Any, trainer)
+    def setup(self, trainer: Trainer, pl_module: LMModule, stage: str) -> None:
+        ours = trainer
         if ours.peers is None:
             return
         mine = contract(trainer)
@@ -35,11 +37,11 @@ class RestartInvariantDDP(Callback):
     in their last bits, so a resumed run would drift away while its losses still look equal.
     """
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         if not isinstance(trainer.strategy, DDPStrategy):
             return
         device = trainer.strategy.root_device
-        batch = cast(Any, trainer).datamodule.dummy_batch()
+        batch = trainer.datamodule.dummy_batch()
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             for _ in range(2):

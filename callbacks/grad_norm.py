@@ -3,27 +3,22 @@
 import math
 import statistics
 from collections import deque
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from torch import Tensor
 
-from callbacks.run.trainer import at_step_edge, is_logged
+from callbacks.run.steps import at_step_edge, is_logged
+from callbacks.run.trainer import Trainer
 from lm.gradients import total_norm
+from lm.module import LMModule
 
 # Clipping is no sign: the healthy small run's median norm is 1.3 to 1.6 times its clip all along.
 STUCK = 10.0  # times the clip value
 JUMP = 10.0  # as a norm, and times the median of the norms before it
 NEAR_ZERO = 1e-3  # healthy norms are tenths and more
 BASE_STEPS = 20  # that a jump is measured from, or that are near zero
-
-
-class GradNormSource(Protocol):
-    """What the monitor asks of the module: 0-d tensors of the step just finished."""
-
-    grad_norm: Tensor  # total, L2, before clipping
-    grad_scale: Tensor  # turns what `on_before_optimizer_step` finds into that of the token mean
 
 
 def stuck(norms: list[float], clip: float | None, window: int) -> str | None:
@@ -79,7 +74,7 @@ class GradNorm(Callback):
         self._parts: dict[str, Tensor] = {}
 
     def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+        self, trainer: Trainer, pl_module: LMModule, optimizer: torch.optim.Optimizer
     ) -> None:
         every, step = self.per_layer_every_n_steps, trainer.global_step + 1
         if every is None or step % every or not is_logged(trainer, step):
@@ -91,15 +86,15 @@ class GradNorm(Callback):
         self._parts = {part: total_norm(found) for part, found in gradients.items()}
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LMModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if at_step_edge(trainer, batch_idx):
-            self._pending.append(cast(GradNormSource, pl_module).grad_norm)
+            self._pending.append(pl_module.grad_norm)
 
     def step_figures(self, trainer: Trainer) -> dict[str, float]:
         """Figures of the last finished step."""
         self._fetch()
-        scale = cast(GradNormSource, trainer.lightning_module).grad_scale
+        scale = trainer.lightning_module.grad_scale
         figures = {f"grad_norm/{part}": float(n * scale) for part, n in self._parts.items()}
         self._parts = {}
         if (clip := trainer.gradient_clip_val) and self.norms:

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 
 from callbacks import symptoms
+from callbacks.run.announce import announce
 from callbacks.run.folder import contract
-from callbacks.run.trainer import announce
+from callbacks.run.trainer import Trainer
 from callbacks.symptoms import Seen
+from lm.module import LMModule
 from lm.optim import lower_rate
 
 CPU_OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"
@@ -120,7 +122,7 @@ SYMPTOMS = (
 
 def values_for(trainer: Trainer) -> dict[str, Any]:
     """Values of causes and remedies for a run's settings; None where they do not apply."""
-    data, lr = cast(Any, trainer).datamodule, trainer.optimizers[0].param_groups[0]["initial_lr"]
+    data, lr = trainer.datamodule, trainer.optimizers[0].param_groups[0]["initial_lr"]
     compiled = getattr(trainer.lightning_module, "compiled", False)
     precision, accumulate = str(trainer.precision), trainer.accumulate_grad_batches
     twice, half = 2 * data.micro_batch_size, accumulate // 2
@@ -138,7 +140,7 @@ def values_for(trainer: Trainer) -> dict[str, Any]:
         "fp32": None if precision.startswith("32") else "32-true",
         "workers": max(2, 2 * data.num_workers),
         "wider": None if accumulate % 2 else wider,
-        "every": cast(Any, trainer).log_every_n_steps,
+        "every": trainer.log_every_n_steps,
         "step": trainer.global_step,
     }
 
@@ -169,7 +171,7 @@ def memory_advice(micro_batch_size: int, accumulate: int, seq_len: int) -> str:
 def advice(error: BaseException, trainer: Trainer) -> str | None:
     """What to do about an error that ends a run, where there is something."""
     if isinstance(error, torch.OutOfMemoryError) or CPU_OUT_OF_MEMORY in str(error):
-        data = cast(Any, trainer).datamodule
+        data = trainer.datamodule
         return memory_advice(data.micro_batch_size, trainer.accumulate_grad_batches, data.seq_len)
     if any(kind.__module__.startswith(COMPILERS) for kind in type(error).__mro__):
         return "torch.compile failed: --model.compile false runs without, or shows the error itself"
@@ -188,7 +190,7 @@ class Health(Callback):
         self.enabled = enabled
         self.seen = Seen()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         if trainer.global_step == 0:
             self.seen = Seen()
         self.seen.resumed_at = trainer.global_step
@@ -216,7 +218,7 @@ class Health(Callback):
             self.seen.forget_validations()
 
     def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LMModule, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.state.fn == "fit":
             old, new = checkpoint["contract"], contract(trainer)
@@ -225,8 +227,6 @@ class Health(Callback):
             keys = [key for key in old if key.startswith("validation ")]
             self.seen.validation_changed = any(old[key] != new.get(key) for key in keys)
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LMModule, exception: BaseException) -> None:
         if self.enabled and (text := advice(exception, trainer)):
             exception.add_note(text)

@@ -2,14 +2,17 @@
 
 import shutil
 import sys
-from typing import Any, Protocol, TextIO, cast, runtime_checkable
+from typing import Any, Protocol, TextIO, runtime_checkable
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 
 from callbacks.loggers.metrics_csv import MetricsCSV, resume_logs
 from callbacks.processes.console import Console
+from callbacks.run.announce import line_enders
 from callbacks.run.folder import contract
-from callbacks.run.trainer import at_step_edge, is_dry_run, is_logged, line_enders
+from callbacks.run.steps import at_step_edge, is_dry_run, is_logged
+from callbacks.run.trainer import Trainer
+from lm.module import LMModule
 
 NOT_VALIDATED = (
     "no sample of the validation has a target, so there is no validation loss; raise "
@@ -35,16 +38,6 @@ class Watcher(Protocol):
 
     def watch(self, trainer: Trainer, figures: dict[str, float]) -> None:
         """See figures by metric name."""
-        ...
-
-
-class LearningModule(Protocol):
-    """What the console and the loggers ask of the module."""
-
-    validation_metrics: dict[str, float]
-
-    def step_metrics(self) -> dict[str, float]:
-        """Figures by metric name, of the last finished step."""
         ...
 
 
@@ -98,8 +91,8 @@ def start_lines(trainer: Trainer, how_compiled: str) -> list[str]:
         f"{group.get('weight_decay', 0):g}"
         for count, group in zip(counts, groups, strict=True)
     )
-    asked = " (auto)" if cast(Any, trainer).asked_precision == "auto" else ""
-    data = cast(Any, trainer).datamodule
+    asked = " (auto)" if trainer.asked_precision == "auto" else ""
+    data = trainer.datamodule
     split = (data.micro_batch_size, trainer.accumulate_grad_batches, trainer.world_size)
     return [
         f"{sum(counts):,} parameters: {decayed}",
@@ -124,12 +117,12 @@ class Progress(Callback):
         self._trains = False
         self._loaded_step = 0
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         line_enders[:] = [self._close_line]
-        for line in start_lines(trainer, getattr(pl_module, "how_compiled", "")):
+        for line in start_lines(trainer, pl_module.how_compiled):
             self._say(trainer, line)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         self._trains = True
         resume_logs(trainer)
         if trainer.global_step == 0:
@@ -139,20 +132,20 @@ class Progress(Callback):
                 logger.log_hyperparams(contract(trainer))
 
     def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LMModule, checkpoint: dict[str, Any]
     ) -> None:
         self._loaded_step = checkpoint["global_step"]
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LMModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
         if not (at_step_edge(trainer, batch_idx) and is_logged(trainer, step)):
             return
         # The module first: reading its figures waits for the device, so that times are true.
-        figures = cast(LearningModule, pl_module).step_metrics()
-        figures |= cast(Any, trainer).datamodule.step_figures()
-        for callback in cast(Any, trainer).callbacks:
+        figures = pl_module.step_metrics()
+        figures |= trainer.datamodule.step_figures()
+        for callback in trainer.callbacks:
             if isinstance(callback, StepFigures):
                 figures |= callback.step_figures(trainer)
         self._log(trainer, figures)
@@ -160,8 +153,8 @@ class Progress(Callback):
         self._say(trainer, line, passing=step != trainer.max_steps)
         self._show_watchers(trainer, figures)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        figures = cast(LearningModule, pl_module).validation_metrics
+    def on_validation_end(self, trainer: Trainer, pl_module: LMModule) -> None:
+        figures = pl_module.validation_metrics
         self._validation = {name: figures[name] for name in ("val/loss",) if name in figures}
         self._log(trainer, figures)
         # Outside a fit the Trainer does not know the step of what it evaluates.
@@ -174,14 +167,14 @@ class Progress(Callback):
             raise RuntimeError(NOT_VALIDATED)
         self._show_watchers(trainer, figures)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LMModule) -> None:
         # Lightning would ask an exhausted loader again and again, for ever and without a word.
         if trainer.global_step < trainer.max_steps and not trainer.should_stop:
             raise RuntimeError(
                 f"the data ended at step {trainer.global_step} of {trainer.max_steps}"
             )
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LMModule) -> None:
         step, last = trainer.global_step, trainer.max_steps
         if self._trains and is_dry_run(trainer):
             self._say(trainer, f"done: {step} steps of a dry run, which leaves nothing behind")
@@ -199,9 +192,7 @@ class Progress(Callback):
         else:
             self._say(trainer, f"finished at step {step} of {last}")
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LMModule, exception: BaseException) -> None:
         self._close_line()
 
     def _log(self, trainer: Trainer, figures: dict[str, float]) -> None:
@@ -214,7 +205,7 @@ class Progress(Callback):
 
     def _show_watchers(self, trainer: Trainer, figures: dict[str, float]) -> None:
         if trainer.state.fn == "fit":
-            for callback in cast(Any, trainer).callbacks:
+            for callback in trainer.callbacks:
                 if isinstance(callback, Watcher):
                     callback.watch(trainer, figures)
 

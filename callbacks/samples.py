@@ -1,31 +1,16 @@
 """What the model writes after fixed prompts, as the run goes on."""
 
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 
-from callbacks.run.trainer import announce, at_step_edge
+from callbacks.run.announce import announce
+from callbacks.run.steps import at_step_edge
+from callbacks.run.trainer import Trainer
 from callbacks.throughput import pause_clock
 from data.text.continuation import continuation
-from data.text.tokenizer import TextTokenizer
 from lm.finite import NonFiniteError
-
-
-class Writer(Protocol):
-    """What the samples ask of the module."""
-
-    def continue_ids(self, ids: list[int], **options: Any) -> list[int]:
-        """Ids that the model writes after others."""
-        ...
-
-
-class Reader(Protocol):
-    """What the samples ask of the datamodule."""
-
-    tokenizer: TextTokenizer
-    """Of the data."""
-    begins_with_bos: bool
-    """Whether its documents begin with a bos."""
+from lm.module import LMModule
 
 
 class Samples(Callback):
@@ -60,13 +45,13 @@ class Samples(Callback):
         self.every_n_steps = every_n_steps
         self.options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         if self.prompts:
             # Refused now where token files came without a tokenizer, and not at the first sample.
-            cast(Reader, cast(Any, trainer).datamodule).tokenizer  # noqa: B018
+            trainer.datamodule.tokenizer  # noqa: B018
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LMModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         due = at_step_edge(trainer, batch_idx) and trainer.global_step % self.every_n_steps == 0
         if not (due and self.prompts and trainer.is_global_zero):
@@ -82,13 +67,13 @@ class Samples(Callback):
                 if hasattr(logger, "show_text"):
                     cast(Any, logger).show_text(f"samples/{prompt}", text, trainer.global_step)
 
-    def write(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
+    def write(self, trainer: Trainer, pl_module: LMModule) -> dict[str, str]:
         """Each prompt with its continuation."""
-        data = cast(Reader, cast(Any, trainer).datamodule)
+        data = trainer.datamodule
         tokenizer, texts = data.tokenizer, {}
         for prompt in self.prompts:
             ids = tokenizer.encode(prompt)
-            new = cast(Writer, pl_module).continue_ids(
+            new = pl_module.continue_ids(
                 tokenizer.start_ids(data.begins_with_bos) + ids or [tokenizer.eos_id],
                 eos_id=tokenizer.eos_id,
                 n_tokens=tokenizer.size,

@@ -4,17 +4,20 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from callbacks.checkpoint.callback import AtomicCheckpoint
 from callbacks.processes.stop_requests import StopRequests, under_torchrun
-from callbacks.run.trainer import announce, at_step_edge, validation_follows
+from callbacks.run.announce import announce
+from callbacks.run.steps import at_step_edge, validation_follows
+from callbacks.run.trainer import Trainer
 from callbacks.throughput import Throughput
 from data.system.processes import STOP_SIGNALS
+from lm.module import LMModule
 
 BEGINNINGS = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start")
 # Stands for the end of `trainer.max_time` among the signals; nobody sends it.
@@ -26,7 +29,7 @@ def acts_in_validation(trainer: Trainer) -> str | None:
 
     Averages of weights do so. What is saved then would take them for the weights that are trained.
     """
-    for callback in cast(Any, trainer).callbacks:
+    for callback in trainer.callbacks:
         watches = isinstance(callback, Checkpoint | ProgressBar | Throughput)
         if not watches and any(is_overridden(hook, callback, Callback) for hook in BEGINNINGS):
             return type(callback).__name__
@@ -47,12 +50,12 @@ class StopSignals(Checkpoint):
         self._mask: Any = None
         self._swaps: str | None = None  # what may hold other weights during a validation
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         # Also where no step is left: a validation that is due may still be made up.
         self._swaps = acts_in_validation(trainer)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        budget = cast(Any, trainer).max_seconds
+    def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:
+        budget = trainer.max_seconds
         # Of the whole start: who gives a time limit counts from its first moment too.
         self._deadline = float("inf") if budget is None else self._stop.began + budget
         if under_torchrun() and "SLURM_JOB_ID" in os.environ:
@@ -69,7 +72,7 @@ class StopSignals(Checkpoint):
             )
 
     def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+        self, trainer: Trainer, pl_module: LMModule, optimizer: Any
     ) -> None:
         # From here on there is something to save. Before, a signal leaves at once, for compiling
         # may take longer than the grace before a SIGKILL.
@@ -89,14 +92,14 @@ class StopSignals(Checkpoint):
             self._mask = None
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LMModule, batch: Any, batch_idx: int
     ) -> None:
         self._hold()
 
     def on_validation_batch_start(
         self,
         trainer: Trainer,
-        pl_module: LightningModule,
+        pl_module: LMModule,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -104,7 +107,7 @@ class StopSignals(Checkpoint):
         self._hold()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LMModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._release()
         if at_step_edge(trainer, batch_idx) and not validation_follows(trainer, batch_idx):
@@ -113,7 +116,7 @@ class StopSignals(Checkpoint):
     def on_validation_batch_end(
         self,
         trainer: Trainer,
-        pl_module: LightningModule,
+        pl_module: LMModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -125,7 +128,7 @@ class StopSignals(Checkpoint):
         if trainer.state.fn == "fit" and self._swaps is None:
             self._leave_if_asked(trainer, by_the_clock=False)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LMModule) -> None:
         if trainer.state.fn == "fit":
             self._leave_if_asked(trainer)
 
@@ -134,7 +137,7 @@ class StopSignals(Checkpoint):
         # A validation longer than the budget would else begin anew at every start.
         if not number and by_the_clock and self._now() >= self._deadline:
             number = TIME_IS_UP
-        number = cast(Any, trainer).largest(number)
+        number = trainer.largest(number)
         if not number:
             return
         for callback in trainer.checkpoint_callbacks:
@@ -159,6 +162,6 @@ class StopSignals(Checkpoint):
         )
         raise SystemExit(0 if launched else self._stop.code(number))
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LMModule, stage: str) -> None:
         self._release()
         self._stop.saves = False

@@ -3,11 +3,10 @@
 import math
 import statistics
 from collections import deque
-from typing import Any, Protocol, cast
-
-from lightning.pytorch import Trainer
+from typing import Any
 
 from callbacks.grad_norm import GradNorm, jumped, stuck, vanished
+from callbacks.run.trainer import Trainer
 
 # Losses are in nats a token. A log is a logged step, whatever lies between two of them.
 FIRST_NATS = 0.3  # between the first loss and that of new weights
@@ -27,13 +26,6 @@ LONG_WAIT = 0.1  # share of training time spent waiting for data
 TOY_MODEL_FLOPS = 1e6  # a token: below, reading it takes as long as learning from it
 EASE = 0.1  # share by which speed must be better than its limit before it is warned of again
 FP16_LOGS = 3  # a scaler looks for its scale by skipping updates; so many logs in a row are more
-
-
-class Learner(Protocol):
-    """What the symptoms ask of the module."""
-
-    expected_first_loss: float | None
-    flops_per_token: int
 
 
 class Seen:
@@ -102,7 +94,7 @@ class Seen:
     @property
     def expected(self) -> float | None:
         """Loss of new weights; None where the run began with others."""
-        return cast(Learner, self.trainer.lightning_module).expected_first_loss
+        return self.trainer.lightning_module.expected_first_loss
 
     @property
     def logs_since_resume(self) -> int:
@@ -248,7 +240,7 @@ def overfit(seen: Seen) -> str | None:
 
 def low_mfu(seen: Seen) -> str | None:
     """A model that could fill the device leaves most of it idle."""
-    small = cast(Learner, seen.trainer.lightning_module).flops_per_token < SMALL_MODEL_FLOPS
+    small = seen.trainer.lightning_module.flops_per_token < SMALL_MODEL_FLOPS
     if small or seen.trainer.strategy.root_device.type == "cpu" or len(seen.mfu) < RECENT:
         return None
     limit = LOW_MFU * (1 + EASE) if low_mfu in seen.active else LOW_MFU
@@ -260,7 +252,7 @@ def low_mfu(seen: Seen) -> str | None:
 
 def long_wait(seen: Seen) -> str | None:
     """Training waits for its batches."""
-    toy = cast(Learner, seen.trainer.lightning_module).flops_per_token < TOY_MODEL_FLOPS
+    toy = seen.trainer.lightning_module.flops_per_token < TOY_MODEL_FLOPS
     if toy or len(seen.data_wait) < RECENT:
         return None
     limit = LONG_WAIT * (1 - EASE) if long_wait in seen.active else LONG_WAIT

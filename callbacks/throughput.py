@@ -4,28 +4,16 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 
 from callbacks.peak_flops import measured_peak_flops, peak_flops
-from callbacks.run.trainer import announce, at_step_edge
-
-
-class Learner(Protocol):
-    """What the figures ask of the module."""
-
-    flops_per_token: int
-    targets_seen: torch.Tensor
-    """Real targets since the start, over all devices."""
-
-
-class Source(Protocol):
-    """What the figures ask of the datamodule."""
-
-    tokens_per_step: int
-    seconds_waited: float
+from callbacks.run.announce import announce
+from callbacks.run.steps import at_step_edge
+from callbacks.run.trainer import Trainer
+from lm.module import LMModule
 
 
 class Throughput(Callback):
@@ -58,7 +46,7 @@ class Throughput(Callback):
         self._counted: tuple[int, float] = (0, 0.0)
         self._warned = False
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         device, precision = trainer.strategy.root_device, str(trainer.precision)
         if self.peak is not None:
             return
@@ -74,26 +62,26 @@ class Throughput(Callback):
                     "TFLOP/s of one device by throughput.peak_tflops",
                 )
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         self._mark = self._first_step = None
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0
         self._counted = (trainer.global_step, 0.0)
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LMModule, batch: Any, batch_idx: int
     ) -> None:
         if self._first_step is not None and self._mark is None:
             self._mark = self._now()
-            self._waited_before = cast(Any, trainer).datamodule.seconds_waited
+            self._waited_before = trainer.datamodule.seconds_waited
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LMModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not at_step_edge(trainer, batch_idx):
             return
         if self._first_step is None:
             run_dry(trainer)  # what is queued is not the work of later steps
-        now, waited = self._now(), cast(Any, trainer).datamodule.seconds_waited
+        now, waited = self._now(), trainer.datamodule.seconds_waited
         if self._first_step is None:
             self._first_step = (trainer.global_step, now)
         if self._mark is not None:
@@ -102,11 +90,11 @@ class Throughput(Callback):
             self._waited += waited - self._waited_before
         self._mark, self._waited_before = now, waited
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         self.pause(trainer)
 
     def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LMModule, checkpoint: dict[str, Any]
     ) -> None:
         self.pause(trainer)
 
@@ -128,8 +116,8 @@ class Throughput(Callback):
         # Progress has waited for the device by now: its queue belongs to the steps before.
         self._count_to_now()
         figures = memory(trainer.strategy.root_device)
-        module = cast(Learner, trainer.lightning_module)
-        source = cast(Source, cast(Any, trainer).datamodule)
+        module = trainer.lightning_module
+        source = trainer.datamodule
         targets = float(module.targets_seen)
         positions = (trainer.global_step - self._counted[0]) * source.tokens_per_step
         real = (targets - self._counted[1]) / max(positions, 1)
@@ -188,6 +176,6 @@ def run_dry(trainer: Trainer) -> None:
 
 def pause_clock(trainer: Trainer) -> None:
     """Count what follows, up to the next step, as no training time."""
-    for callback in cast(Any, trainer).callbacks:
+    for callback in trainer.callbacks:
         if isinstance(callback, Throughput):
             callback.pause(trainer)

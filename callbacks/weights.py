@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 
 from callbacks.checkpoint.files import WEIGHTS
+from callbacks.run.announce import announce
 from callbacks.run.folder import contract
-from callbacks.run.trainer import announce, at_step_edge, is_dry_run
+from callbacks.run.steps import at_step_edge, is_dry_run
+from callbacks.run.trainer import Trainer
 from callbacks.throughput import pause_clock
 from data.system.atomic import TEMPORARY, replaced
+from lm.module import LMModule
 from lm.trained import step_of_weights
 
 EXPORTS = "exports"
@@ -42,14 +45,14 @@ class Weights(Callback):
         self.export: Callable[[Path, Path], list[str]] | None = None
         """Writes a folder of a weights-only file; set by who knows how."""
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LMModule, stage: str) -> None:
         if self.export_every_n_steps is not None and self.export is None:
             raise ValueError(
                 "weights.export_every_n_steps is set, but nothing is given that exports; it works "
                 "with lightning fit"
             )
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         self._trained = True
         self._sweep(trainer)
 
@@ -59,7 +62,7 @@ class Weights(Callback):
                 stale.unlink(missing_ok=True)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LMModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         every = self.export_every_n_steps
         if every is None or not at_step_edge(trainer, batch_idx) or is_dry_run(trainer):
@@ -68,7 +71,7 @@ class Weights(Callback):
             pause_clock(trainer)
             self._export(trainer, pl_module)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LMModule) -> None:
         # Not in on_train_end, which a run that was killed after its last step never comes to.
         if not self.save_at_end or not trainer.is_global_zero or is_dry_run(trainer):
             return
@@ -84,11 +87,11 @@ class Weights(Callback):
         except Exception as error:  # the checkpoint is there all the same
             announce(f"warning: {root / WEIGHTS} not written: {error}")
 
-    def _write(self, trainer: Trainer, pl_module: LightningModule, file: Path) -> None:
+    def _write(self, trainer: Trainer, pl_module: LMModule, file: Path) -> None:
         content = {"global_step": trainer.global_step, "contract": contract(trainer)}
-        cast(Any, pl_module).write_weights(file, content)
+        pl_module.write_weights(file, content)
 
-    def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _export(self, trainer: Trainer, pl_module: LMModule) -> None:
         root = Path(trainer.default_root_dir)
         folder = root / EXPORTS / f"step-{trainer.global_step:08d}"
         file = root / f".export{TEMPORARY}{os.getpid()}.safetensors"

@@ -14,7 +14,7 @@ import cli
 from callbacks.config.options import whole_number
 from callbacks.config.values import load_yaml, read_config
 from callbacks.ddp import check_port
-from callbacks.run.trainer import has_bf16
+from callbacks.run.precision import has_bf16
 
 
 def refusal(lightning: Lightning, *argv: object) -> str:

@@ -13,7 +13,7 @@ from torch._inductor.exc import InductorError
 
 from callbacks.grad_norm import GradNorm
 from callbacks.health import Health, memory_advice
-from callbacks.run import trainer
+from callbacks.run import announce
 from callbacks.run.folder import contract
 from lm.module import LMModule
 
@@ -312,7 +312,7 @@ def test_speed_about_its_limit_is_not_told_again_and_again(better, times, warnin
 
 
 def test_warning_starts_on_a_line_of_its_own(capsys, monkeypatch):
-    monkeypatch.setattr(trainer, "line_enders", [lambda: print("the line ends", file=sys.stderr)])
+    monkeypatch.setattr(announce, "line_enders", [lambda: print("the line ends", file=sys.stderr)])
     Run().logs(NAN)
     first, second = capsys.readouterr().err.splitlines()
     assert (first, second[:8]) == ("the line ends", "warning:")

@@ -10,13 +10,10 @@ import pytest
 import torch
 from conftest import SIGNALS
 
-from callbacks.run.trainer import (
-    Trainer,
-    at_step_edge,
-    choose_precision,
-    device_type,
-    validation_follows,
-)
+from callbacks.run.devices import device_type
+from callbacks.run.precision import choose_precision
+from callbacks.run.steps import at_step_edge, validation_follows
+from callbacks.run.trainer import Trainer
 from data.datamodule import LMDataModule
 from lm.module import LMModule
 

@@ -5,10 +5,9 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from callbacks.checkpoint.files import FOLDER, checkpoints, damage, file_name
@@ -19,8 +18,10 @@ from callbacks.checkpoint.state import plain, random_states, restore_random_stat
 from callbacks.drill.kill_points import reach
 from callbacks.loggers.metrics_csv import resume_logs, save_logs
 from callbacks.processes.peers import is_lost
+from callbacks.run.announce import announce
 from callbacks.run.folder import contract
-from callbacks.run.trainer import announce, at_step_edge, is_dry_run, validation_follows
+from callbacks.run.steps import at_step_edge, is_dry_run, validation_follows
+from callbacks.run.trainer import Trainer
 from data.system.atomic import TEMPORARY
 from lm.finite import NonFiniteError
 from lm.module import LMModule
@@ -38,6 +39,13 @@ def newest(folder: Path) -> str:
     for _, path in checkpoints(folder)[:1]:
         return f"the newest checkpoint is {path.name}"
     return "there is no checkpoint yet"
+
+
+def writer(trainer: Trainer) -> AtomicCheckpointIO:
+    """Return the checkpoint plugin of a run."""
+    io = trainer.strategy.checkpoint_io
+    assert isinstance(io, AtomicCheckpointIO)
+    return io
 
 
 class AtomicCheckpoint(Checkpoint):
@@ -86,7 +94,7 @@ class AtomicCheckpoint(Checkpoint):
 
     # Saving
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LMModule, stage: str) -> None:
         folder = Path(trainer.default_root_dir, FOLDER)
         if stage == "fit" and folder.exists() and not folder.is_dir():
             raise ValueError(
@@ -98,7 +106,7 @@ class AtomicCheckpoint(Checkpoint):
         )
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LMModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not at_step_edge(trainer, batch_idx):
             return
@@ -112,24 +120,24 @@ class AtomicCheckpoint(Checkpoint):
         if self._due(trainer):
             self.save_now(trainer)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         self._validating = True
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LMModule) -> None:
         self._validating = False
         # A checkpoint of a step whose validation is due comes after it: a kill between the two
         # would lose the validation for good.
         if trainer.state.fn != "fit":
             return
         # A validation without a target has no loss.
-        loss = cast(Any, pl_module).validation_metrics.get("val/loss", float("inf"))
+        loss = pl_module.validation_metrics.get("val/loss", float("inf"))
         new_best = loss < self.best.get("loss", float("inf"))
         if new_best:
             self.best = {"loss": loss, "step": trainer.global_step}
         if new_best or self._due(trainer):
             self.save_now(trainer, verify=new_best)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LMModule) -> None:
         failure = self.wait(trainer)
         diverged = trainer.strategy.broadcast(self._diverged)
         if not diverged and (failure or self._saved_step != trainer.global_step > 0):
@@ -137,8 +145,7 @@ class AtomicCheckpoint(Checkpoint):
                 self.save_now(trainer)
             elif trainer.is_global_zero:
                 # The copy, for an average may have taken the place of the weights since.
-                io = cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io)
-                io.write_again(self._after_write(trainer, verify=True))
+                writer(trainer).write_again(self._after_write(trainer, verify=True))
             failure = self.wait(trainer)
             diverged = trainer.strategy.broadcast(self._diverged)
         if diverged:
@@ -165,7 +172,7 @@ class AtomicCheckpoint(Checkpoint):
             return False
         # Clocks differ between ranks: the first one's holds for all.
         over = trainer.is_global_zero and self._now() - self._saved_at >= 60 * self.every_minutes
-        return bool(cast(Any, trainer).largest(int(over)))
+        return bool(trainer.largest(int(over)))
 
     def save_now(self, trainer: Trainer, verify: bool = False) -> None:
         """Begin to write the state of the step just finished, unless that was done already.
@@ -193,15 +200,14 @@ class AtomicCheckpoint(Checkpoint):
             self._finish(path, verify, error)
             return
         if trainer.is_global_zero:
-            io = cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io)
-            io.then(self._after_write(trainer, verify))
+            writer(trainer).then(self._after_write(trainer, verify))
 
     def _after_write(
         self, trainer: Trainer, verify: bool
     ) -> Callable[[BaseException | None], None]:
         """What is done after the write of the step just finished, with its error or None."""
         step = trainer.global_step
-        in_row = cast(LMModule, trainer.lightning_module).skipped_in_row
+        in_row = trainer.lightning_module.skipped_in_row
         return functools.partial(
             self._finish,
             Path(trainer.default_root_dir, FOLDER, file_name(step)),
@@ -212,7 +218,7 @@ class AtomicCheckpoint(Checkpoint):
 
     def wait(self, trainer: Trainer) -> str | None:
         """Return when the write in flight is over, on all ranks, with its failure or None."""
-        cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).wait()
+        writer(trainer).wait()
         return trainer.strategy.broadcast(self._failure)
 
     def _finish(
@@ -264,14 +270,12 @@ class AtomicCheckpoint(Checkpoint):
             if place >= self.keep_last and not kept:
                 path.unlink(missing_ok=True)
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LMModule, exception: BaseException) -> None:
         if isinstance(exception, NonFiniteError) and exception.step and not is_dry_run(trainer):
             # The write in flight may still add or remove a file.
             with contextlib.suppress(Exception):
-                cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).wait()
-            root, lr = Path(trainer.default_root_dir), cast(LMModule, pl_module).optim_config.lr
+                writer(trainer).wait()
+            root, lr = Path(trainer.default_root_dir), pl_module.optim_config.lr
             exception.add_note(after_non_finite(root, exception.step, lr, self.every_n_steps))
 
     # What a checkpoint holds beside Lightning's own
@@ -280,7 +284,7 @@ class AtomicCheckpoint(Checkpoint):
         return {"best": dict(self.best)}
 
     def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LMModule, checkpoint: dict[str, Any]
     ) -> None:
         own = self._states_before_validation if self._validating else random_states()
         states: list[Any] = [own]
@@ -306,7 +310,7 @@ class AtomicCheckpoint(Checkpoint):
         self._random_states = checkpoint["random_states"]
 
     def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LMModule, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.state.fn != "fit":
             return
@@ -325,9 +329,9 @@ class AtomicCheckpoint(Checkpoint):
             )
             self.best = {}
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         # A state that cannot be saved is refused now, not after the steps up to the first save.
-        for callback in cast(Any, trainer).callbacks:
+        for callback in trainer.callbacks:
             plain(callback.state_dict(), f"callbacks.{callback.state_key}")
         # Only here is it certain that the run goes on: a start that is refused changes no file.
         self._put_in_order(trainer)
@@ -336,7 +340,7 @@ class AtomicCheckpoint(Checkpoint):
             restore_random_states(self._random_states[trainer.global_rank])
         self._states_before_validation = random_states()
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LMModule) -> None:
         # A kill after the last write of a run, and before its retention, leaves one file too many.
         held = checkpoints(Path(trainer.default_root_dir))
         if held and held[0][0] == trainer.global_step == trainer.max_steps:

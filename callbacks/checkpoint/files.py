@@ -16,7 +16,7 @@ from torch import Tensor
 
 from callbacks.checkpoint.state import original
 from callbacks.drill.kill_points import reach, watched
-from callbacks.run.trainer import announce
+from callbacks.run.announce import announce
 from data.system.atomic import make_folder, replaced
 from lm.finite import NonFiniteError, few, non_finite
 from lm.hub.files import names_model

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import Trainer
 
 from callbacks.checkpoint.files import read_checkpoint, read_newest, write_checkpoint
 from callbacks.checkpoint.state import Copies
-from callbacks.run.trainer import announce
+from callbacks.run.announce import announce
+from callbacks.run.trainer import Trainer
 
 
 class AtomicCheckpointIO(CheckpointIO):

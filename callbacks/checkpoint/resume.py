@@ -1,13 +1,12 @@
 """Resume: what must be as in the checkpoint, what is announced, and positions in new units."""
 
 from pathlib import Path
-from typing import Any, cast
-
-from lightning.pytorch import Trainer
+from typing import Any
 
 from callbacks.checkpoint.files import FOLDER, file_name
+from callbacks.run.announce import announce
 from callbacks.run.folder import contract
-from callbacks.run.trainer import announce
+from callbacks.run.trainer import Trainer
 
 # A resumed run must agree in these and in what the datamodule refuses; other differences are
 # announced, and the new value holds.
@@ -27,7 +26,7 @@ def refuse_other_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     if "contract" not in checkpoint:
         raise ValueError("the checkpoint has no contract: it was not made by fit")
     fits = trainer.state.fn == "fit"
-    data = cast(Any, trainer).datamodule
+    data = trainer.datamodule
     if fits:
         # First of all: the length of the run, and with it the schedule, rests on the position.
         data.load_state_dict(checkpoint[type(data).__qualname__])

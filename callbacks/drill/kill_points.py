@@ -6,9 +6,11 @@ import threading
 from collections import Counter
 from typing import IO, Any, cast
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 
-from callbacks.run.trainer import at_step_edge
+from callbacks.run.steps import at_step_edge
+from callbacks.run.trainer import Trainer
+from lm.module import LMModule
 
 VARIABLE = "RELIGHT_KILL_AT"
 MOMENTS = (
@@ -74,7 +76,7 @@ class Moments(Callback):
     """Reaches the moments that lie in the training loop."""
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LMModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not at_step_edge(trainer, batch_idx):
             reach("inside accumulation")
@@ -82,7 +84,7 @@ class Moments(Callback):
     def on_validation_batch_end(
         self,
         trainer: Trainer,
-        pl_module: LightningModule,
+        pl_module: LMModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,

@@ -7,14 +7,14 @@ import os
 from argparse import Namespace
 from collections import deque
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from callbacks.run.announce import announce
 from callbacks.run.folder import set_aside
-from callbacks.run.trainer import announce
+from callbacks.run.trainer import Trainer
 from data.system.atomic import naming, replace_text, sync
 
 # Rows that wait in memory while the disk refuses them: some 100 MB.
@@ -24,16 +24,16 @@ MOST_ROWS = 50_000
 def resume_logs(trainer: Trainer) -> None:
     """Have the loggers forget what lies past the step that the run goes on from."""
     for logger in trainer.loggers:
-        if hasattr(logger, "resume_at"):
-            cast(Any, logger).resume_at(trainer.global_step)
+        if (resume_at := getattr(logger, "resume_at", None)) is not None:
+            resume_at(trainer.global_step)
 
 
 def save_logs(trainer: Trainer) -> None:
     """Have the loggers put their figures on disk: what follows may rely on them."""
     for logger in trainer.loggers:
         logger.save()
-        if hasattr(logger, "sync"):
-            cast(Any, logger).sync()
+        if (flush := getattr(logger, "sync", None)) is not None:
+            flush()
 
 
 class Table:

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard.summary import hparams
 
 from callbacks.loggers.event_file import EventFile, Page
+from callbacks.run.announce import announce
 from callbacks.run.folder import set_aside
-from callbacks.run.trainer import announce
 
 EVENTS = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
 
 from callbacks.checkpoint.files import checkpoints, read_checkpoint
+from callbacks.run.trainer import Trainer
+from lm.module import LMModule
 
 KEY = "tracker_id"
 CHARACTERS = string.ascii_lowercase + string.digits
@@ -94,6 +96,6 @@ class TrackedRun(Callback):
         self.own = own
 
     def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LMModule, checkpoint: dict[str, Any]
     ) -> None:
         checkpoint[KEY] = self.own

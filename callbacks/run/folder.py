@@ -15,15 +15,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_only
 
 from callbacks.loggers.trackers import KEY, TrackedRun
 from callbacks.processes.console import FILE, keep_log
-from callbacks.run.trainer import announce, is_dry_run
+from callbacks.run.announce import announce
+from callbacks.run.steps import is_dry_run
+from callbacks.run.trainer import Trainer
 from data.system.atomic import replace_text
 from data.system.lock import Owner, held
+from lm.module import LMModule
 
 PACKAGES = ("relight", "torch", "lightning", "numpy", "tokenizers")
 
@@ -102,14 +105,14 @@ def commit() -> str | None:
 class RunConfig(SaveConfigCallback):
     """Leaves the resolved configuration of the latest start in the run folder."""
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LMModule, stage: str) -> None:
         """Nothing yet: a start that is refused must not change the file."""
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         if trainer.is_global_zero and not is_dry_run(trainer):
             self.save_config(trainer, pl_module, "fit")
 
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def save_config(self, trainer: Trainer, pl_module: LMModule, stage: str) -> None:
         """Write config.yaml, whole or not at all."""
         text = self.parser.dump(self.config, skip_unset=False)
         leave(Path(trainer.default_root_dir) / "config.yaml", text)
@@ -119,7 +122,7 @@ class RunRecord(Callback):
     """Keeps run.json: versions, device, commit, data, and every start and resume."""
 
     @rank_zero_only
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         if is_dry_run(trainer):
             return
         root = Path(trainer.default_root_dir)
@@ -145,13 +148,13 @@ class RunRecord(Callback):
             "contract": contract(trainer),
             "starts": [*starts, start],
         }
-        for callback in cast(Any, trainer).callbacks:
+        for callback in trainer.callbacks:
             tracked = callback.own if isinstance(callback, TrackedRun) else tracked
         if tracked is not None:
             record[KEY] = tracked
         leave(path, json.dumps(record, indent=1) + "\n")
         # So that the folder alone is enough to sample from.
-        if (tokenizer := cast(Any, trainer).datamodule.tokenizer_path) is not None:
+        if (tokenizer := trainer.datamodule.tokenizer_path) is not None:
             leave(path.with_name("tokenizer.json"), tokenizer.read_text(encoding="utf-8"))
 
 

@@ -1,264 +1,55 @@
 """The Trainer: Lightning's, counted in optimizer steps, with precision chosen for the hardware."""
 
 import os
-import re
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO, LayerSync
 from lightning.pytorch.plugins import Precision as PrecisionPlugin
-from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
-from lightning.pytorch.strategies.launchers import subprocess_script
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.strategies import Strategy
 
 from callbacks.processes.launch import Launch, check_processes, read_launch
-from callbacks.processes.parent import watch_ranks
 from callbacks.processes.peers import REPEAT, Peers, hint
-
-Precision = Literal[
-    "auto", "bf16-mixed", "16-mixed", "32-true", "bf16-true", "16-true", "64-true",
-    "bf16", "16", "32", "64",
-]  # fmt: skip
-Plugin = PrecisionPlugin | ClusterEnvironment | CheckpointIO | LayerSync
-SHORT = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true"}
-
-# Strategies that split the model itself save in ways of their own.
-SHARDED = ("fsdp", "deepspeed", "modelparallel", "xla")
-
-
-def has_bf16(device: str) -> bool:
-    """Whether a device type computes in bf16 rather than emulating it."""
-    if device == "cuda":
-        return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-    if device == "cpu":
-        able = torch.cpu.get_capabilities()
-        return any(able.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
-    return False
-
-
-def choose_precision(asked: str, device: str) -> str:
-    """Lightning's name of the precision to train in.
-
-    Raises:
-        ValueError: the asked one cannot run on the device as named.
-    """
-    asked = SHORT.get(asked, asked)
-    if asked not in get_args(Precision):
-        raise ValueError(
-            f"trainer.precision is {asked}: it must be one of {', '.join(get_args(Precision))}"
-        )
-    if asked == "auto":
-        if has_bf16(device):
-            return "bf16-mixed"
-        return "16-mixed" if device == "cuda" else "32-true"
-    on_cuda = device == "cuda" and torch.cuda.is_available()  # else Lightning refuses it well
-    if asked.startswith("bf16") and on_cuda and not has_bf16(device):
-        raise ValueError(
-            f"trainer.precision is {asked}: {torch.cuda.get_device_name()} has no bf16; use "
-            "16-mixed (fp16), 32-true (fp32) or auto"
-        )
-    if asked.startswith("16") and device == "cpu":
-        raise ValueError(
-            f"trainer.precision is {asked}: fp16 needs a GPU; use bf16-mixed, 32-true or auto"
-        )
-    return asked
-
-
-# What ends a line that stands open on the terminal, before another one is announced.
-line_enders: list[Callable[[], None]] = []
-
-
-@rank_zero_only
-def announce(line: str) -> None:
-    """Say something that the user should see once, on stderr."""
-    for end_line in line_enders:
-        end_line()
-    print(line, file=sys.stderr, flush=True)
-
-
-def at_step_edge(trainer: LightningTrainer, batch_idx: int) -> bool:
-    """Whether this micro-batch was the last of its optimizer step."""
-    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-
-
-def is_logged(trainer: LightningTrainer, step: int) -> bool:
-    """Whether the figures of an optimizer step are logged: the first, every nth, the last."""
-    every = cast(Any, trainer).log_every_n_steps
-    return step % every == 0 or step in (1, trainer.max_steps)
-
-
-def validation_follows(trainer: LightningTrainer, batch_idx: int) -> bool:
-    """Whether validation runs right after this micro-batch."""
-    every = trainer.val_check_batch
-    return trainer.enable_validation and every is not None and (batch_idx + 1) % every == 0
-
-
-def is_dry_run(trainer: LightningTrainer) -> bool:
-    """Whether the run is to leave nothing behind."""
-    return bool(cast(Any, trainer).fast_dev_run)
-
-
-STRATEGIES = ("auto", *StrategyRegistry.available_strategies())
-ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
-
-
-def is_devices(value: Any) -> bool:
-    """Whether a value is a number of devices, their numbers, or stands for all of them."""
-    if isinstance(value, list):
-        return bool(value) and all(number >= 0 for number in value)
-    return bool(re.fullmatch(r"auto|-1|0*[1-9]\d*|\d+(,\d+)*,\d*", str(value).replace(" ", "")))
-
-
-def check_devices(accelerator: str, devices: Any) -> None:
-    """Refuse devices that this machine, or a CPU, does not have.
-
-    Raises:
-        ValueError: names the argument, the value found, the rule and the way out.
-    """
-    device = device_type(accelerator)
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not there.get(device, accelerator != "gpu"):
-        raise ValueError(
-            f"trainer.accelerator is {accelerator}: this machine has none that torch "
-            f"{torch.__version__} can use; pass auto or cpu"
-        )
-    if device == "cpu" and (isinstance(devices, list) or re.search("-|,", str(devices))):
-        raise ValueError(
-            f"trainer.devices is {devices}: on CPUs it must be auto or a number of processes "
-            "above 0; pass --trainer.devices 1"
-        )
-    count = torch.cuda.device_count()
-    text = str(devices).strip("[] ,")
-    listed = isinstance(devices, list) or "," in str(devices)
-    asked = [int(number) for number in text.split(",")] if text[:1].isdecimal() else []
-    if device == "cuda" and asked and (max(asked) >= count if listed else asked[0] > count):
-        raise ValueError(
-            f"trainer.devices is {devices}: this machine has {count} GPUs"
-            + (f", numbered from 0 to {count - 1}" if listed else "")
-            + "; pass --trainer.devices auto for all"
-        )
-
-
-# What an argument may be, and why not something else.
-PROMISES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "max_epochs",
-        lambda value: value == -1,
-        "to Lightning a run is one endless epoch; give its length by trainer.max_steps, "
-        "data.total_tokens or data.epochs",
-    ),
-    (
-        "limit_train_batches",
-        lambda value: value is None or (isinstance(value, float) and value == 1.0),
-        "it would change which data a step sees; shorten the run by trainer.max_steps",
-    ),
-    (
-        "overfit_batches",
-        lambda value: not value,
-        "it would change which data a step sees; shorten the run by trainer.max_steps",
-    ),
-    (
-        "limit_val_batches",
-        lambda value: value is None or value in (0, 1.0) or (isinstance(value, int) and value > 0),
-        "it must be 0 for no validation, a number of micro-batches, or null; data.val_sequences "
-        "bounds a validation by sequences",
-    ),
-    (
-        "gradient_clip_algorithm",
-        lambda value: value in (None, "norm"),
-        "gradients are clipped by their total norm only; leave it out",
-    ),
-    (
-        "gradient_clip_val",
-        lambda value: value is None or value > 0,
-        "it must be above 0; null turns clipping off",
-    ),
-    (
-        "reload_dataloaders_every_n_epochs",
-        lambda value: value == 0,
-        "it would restart the data order; leave it out",
-    ),
-    (
-        "use_distributed_sampler",
-        lambda value: not value,
-        "the data order gives each rank its own; leave it out",
-    ),
-    (
-        "check_val_every_n_epoch",
-        lambda value: value is None,
-        "intervals count optimizer steps; use trainer.val_check_interval",
-    ),
-    (
-        "num_sanity_val_steps",
-        lambda value: value == 0,
-        "the data is checked at the start anyway; leave it out",
-    ),
-    (
-        "enable_checkpointing",
-        lambda value: value is not False,
-        "a run that cannot resume is not ours; a trial run is trainer.fast_dev_run",
-    ),
-    ("barebones", lambda value: not value, "it turns off what makes a run resume; leave it out"),
-    ("num_nodes", lambda value: value >= 1, "it must be at least 1; leave it out for one machine"),
-    (
-        "accelerator",
-        lambda value: value in ACCELERATORS,
-        "it must be one of " + ", ".join(ACCELERATORS),
-    ),
-    (
-        "devices",
-        lambda value: is_devices(value),
-        "it must be a number above 0, auto or -1 for all, or a list of the numbers of GPUs",
-    ),
-    (
-        "strategy",
-        lambda value: not any(name in str(value).lower() for name in SHARDED),
-        "sharded strategies cannot be resumed exactly yet; use auto or ddp",
-    ),
-    (
-        "strategy",
-        lambda value: "spawn" not in str(value).lower(),
-        "spawned processes would need a pickled Trainer; use auto or ddp",
-    ),
-    (
-        "strategy",
-        lambda value: not isinstance(value, str) or value in STRATEGIES,
-        "it must be auto, ddp, or a class, written as class_path: DDPStrategy",
-    ),
-    *(
-        (name, lambda value: value >= 1, "it must be at least 1")
-        for name in ("accumulate_grad_batches", "val_check_interval", "log_every_n_steps")
-    ),
-    ("fast_dev_run", lambda value: value >= 0, "it must be 0 or more optimizer steps"),
+from callbacks.run.devices import check_devices, device_type
+from callbacks.run.patches import (
+    cluster_environment,
+    disable_signal_handlers,
+    replace_rank_observer,
+    requested_devices,
+    set_peer_timeout,
 )
+from callbacks.run.precision import Precision, choose_precision
+from callbacks.run.trainer_arguments import check_arguments, check_peer_timeout, seconds_of
+from data.datamodule import LMDataModule
+from lm.module import LMModule
+
+Plugin = PrecisionPlugin | ClusterEnvironment | CheckpointIO | LayerSync
 
 
-def keep_promises(arguments: dict[str, Any]) -> None:
-    """Refuse Trainer arguments that would break what this project promises.
+def with_environment(plugins: list[Plugin] | Plugin | None, launch: Launch) -> list[Plugin]:
+    """Return the plugins, with Lightning's own environment unless SLURM launched this process.
 
-    Raises:
-        ValueError: names the argument, the value found, the rule and the way out.
+    Lightning would take SLURM for the launcher wherever SLURM_NTASKS is set.
     """
-    for name, allowed, rule in PROMISES:
-        if not allowed(arguments[name]):
-            raise ValueError(f"trainer.{name} is {arguments[name]}: {rule}")
+    given = plugins if isinstance(plugins, list) else [plugins] if plugins else []
+    named = any(isinstance(plugin, ClusterEnvironment) for plugin in given)
+    if not named and launch.kind in ("own", "hand") and SLURMEnvironment.detect():
+        return [*given, LightningEnvironment()]
+    return given
 
 
-def view(place: Path) -> list[Any]:
-    """What a process sees of a run folder or a checkpoint: files and sizes, and the lock's text."""
+def file_listing(place: Path) -> list[Any]:
+    """Return the files and sizes in a run folder or of a checkpoint, and the text of its lock."""
     files = [place] if place.is_file() else [*place.glob("*.ckpt"), *place.glob("*/*.ckpt")]
     lock = place / ".lock"
     return [
@@ -269,6 +60,12 @@ def view(place: Path) -> list[Any]:
 
 class Trainer(LightningTrainer):
     """Lightning's Trainer over one endless epoch, with every interval in optimizer steps."""
+
+    # Lightning sets these without declaring them, or declares a wider type.
+    callbacks: list[Callback]
+    datamodule: LMDataModule
+    lightning_module: LMModule  # pyright: ignore[reportIncompatibleVariableOverride]
+    log_every_n_steps: int
 
     def __init__(
         self,
@@ -304,7 +101,7 @@ class Trainer(LightningTrainer):
         plugins: list[Plugin] | Plugin | None = None,
         **kwargs: Any,
     ) -> None:
-        """Check the arguments against what the project promises.
+        """Check the arguments and apply the defaults.
 
         Args:
             precision: auto is bf16-mixed where the hardware has it, 16-mixed on older CUDA cards,
@@ -333,7 +130,7 @@ class Trainer(LightningTrainer):
             barebones: Not used.
             logger: Unset: TensorBoard and metrics.csv; false: none.
             enable_checkpointing: Always on.
-            enable_progress_bar: Lightning's bar, beside the line of figures.
+            enable_progress_bar: Lightning's bar, beside the line of metrics.
             enable_model_summary: Lightning's table of layers.
             enable_autolog_hparams: Lightning's log of hyperparameters; ours is config.yaml.
             default_root_dir: Folder of the run.
@@ -345,39 +142,25 @@ class Trainer(LightningTrainer):
         """
         # By an index: jsonargparse would take the type of an argument from kwargs.get.
         arguments = {"num_nodes": 1, "devices": "auto"} | kwargs | locals()
-        keep_promises(arguments)
+        check_arguments(arguments)
         check_devices(accelerator, arguments["devices"])
-        # fp32 is fp32, also where an environment variable of a container turns TF32 on.
+        check_peer_timeout(peer_timeout)
+        # TF32 stays off, also where an environment variable of a container turns it on.
         torch.set_float32_matmul_precision("highest")
-        # A start's own budget; Lightning's would count the time of all starts together and stop
-        # inside an accumulation window.
-        try:
-            self.max_seconds = Timer(cast(Any, max_time)).time_remaining()
-        except (MisconfigurationException, TypeError, OverflowError) as error:
-            raise ValueError(
-                f"trainer.max_time is {max_time}: it must be DD:HH:MM:SS, as in 00:12:00:00"
-            ) from error
-        if self.max_seconds is not None and self.max_seconds <= 0:
-            raise ValueError(f"trainer.max_time is {max_time}: it must be above 0")
+        # Budget of one start. Lightning's counts the time of all starts together and stops inside
+        # an accumulation window.
+        self.max_seconds = seconds_of(max_time)
         if fast_dev_run:
             # Lightning's own would count micro-batches.
             max_steps = val_check_interval = int(fast_dev_run)
             logger = False
             limit_val_batches = 0 if limit_val_batches == 0 else int(fast_dev_run)
-        if peer_timeout is not None and not 0 < peer_timeout < 1e8:
-            raise ValueError(
-                f"trainer.peer_timeout is {peer_timeout}: it must be a number of seconds above 0; "
-                "leave it out for 1800"
-            )
         self.asked_precision = precision
         launch = read_launch()
-        plugins = plugins if isinstance(plugins, list) else [plugins] if plugins else []
-        given = any(isinstance(plugin, ClusterEnvironment) for plugin in plugins)
-        if not given and launch.kind in ("own", "hand") and SLURMEnvironment.detect():
-            # Lightning would take SLURM for the launcher wherever SLURM_NTASKS is set.
-            plugins = [*plugins, LightningEnvironment()]
         super().__init__(
-            precision=cast(Any, choose_precision(str(precision), device_type(accelerator))),
+            precision=choose_precision(  # pyright: ignore[reportArgumentType]
+                str(precision), device_type(accelerator)
+            ),
             accelerator=accelerator,
             strategy=strategy,
             max_steps=max_steps,
@@ -396,27 +179,24 @@ class Trainer(LightningTrainer):
             enable_autolog_hparams=enable_autolog_hparams,
             default_root_dir=default_root_dir,
             callbacks=callbacks,
-            plugins=plugins or None,
+            plugins=with_environment(plugins, launch) or None,
             **kwargs,
         )
-        self._check_processes(launch)
-        self.peers: Peers | None = None
-        self.peer_facts: Callable[[], dict[str, Any]] = dict
-        self.start_elsewhere: Callable[[], None] = lambda: None
-        self._set_peer_timeout(peer_timeout)
-        if self.world_size > 1:
-            self._know_peers(launch)
         self.fast_dev_run = int(fast_dev_run)
         self._cpu_group: Any = None
-        self._leave_signals_alone()
+        self._check_processes(launch)
+        self.peer_timeout = set_peer_timeout(self.strategy, peer_timeout)
+        self.peers = self._join_peers(launch) if self.world_size > 1 else None
+        self.peer_facts: Callable[[], dict[str, Any]] = dict
+        self.start_elsewhere: Callable[[], None] = lambda: None
+        disable_signal_handlers(self)
+        replace_rank_observer()
 
     def _check_processes(self, launch: Launch) -> None:
-        """Refuse processes and strategies that would train on other devices than asked for."""
-        connector = cast(Any, self._accelerator_connector)
-        devices, nodes = len(connector._parallel_devices), connector._num_nodes_flag
-        environment = connector.cluster_environment
+        """Refuse a strategy that would train on other devices than requested."""
+        devices, nodes = requested_devices(self)
         known = (LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment)
-        if type(environment) in known:
+        if type(cluster_environment(self)) in known:
             check_processes(launch, devices, nodes)
         if self.world_size != devices * nodes:
             raise ValueError(
@@ -425,39 +205,31 @@ class Trainer(LightningTrainer):
                 "trainer.num_nodes asks for; pass --trainer.strategy ddp, or --trainer.devices 1"
             )
         if launch.kind == "own":
-            os.environ.pop("RANK", None)  # a leftover that the processes it starts would inherit
+            os.environ.pop("RANK", None)  # the processes that this one starts would inherit it
 
-    def _set_peer_timeout(self, seconds: float | None) -> None:
-        """Set one limit for all waits; a strategy that was given as an object may bring its own."""
-        strategy = cast(Any, self.strategy)
-        if seconds is not None and isinstance(strategy, DDPStrategy):
-            strategy._timeout = timedelta(seconds=seconds)
-        self.peer_timeout: timedelta = getattr(strategy, "_timeout", None) or timedelta(
-            seconds=1800
-        )
-
-    def _know_peers(self, launch: Launch) -> None:
-        """Note where the other processes are met; an error before that is told to them there."""
-        environment = cast(Any, self._accelerator_connector).cluster_environment
-        place = (environment.main_address, environment.main_port)
-        self.peers = Peers(*place, self.global_rank, self.world_size, hint(launch))
+    def _join_peers(self, launch: Launch) -> Peers:
+        """Return the channel to the other processes, which also carries errors at the start."""
+        environment = cluster_environment(self)
+        address = (environment.main_address, environment.main_port)
+        peers = Peers(*address, self.global_rank, self.world_size, hint(launch))
         if launch.kind != "own" or self.num_nodes > 1:
-            Peers.current = self.peers
+            Peers.current = peers
         else:
-            # This process starts them: imports take their time on a busy machine.
-            self.peers.hint, self.peers.silence = "this process has started them", REPEAT
+            # The other ranks are children of this one: on a busy machine their imports take long.
+            peers.hint, peers.silence = "this process has started them", REPEAT
+        return peers
 
     def _meet(self, peers: Peers, ckpt_path: Any) -> Any:
-        """Wait for the other processes, and return what rank 0 resumes from."""
+        """Wait for the other processes, and return the checkpoint that rank 0 resumes from."""
         peers.children = getattr(self.strategy.launcher, "procs", [])
         limit = self.peer_timeout.total_seconds()
         peers.meet(limit, self.peer_facts())
         path = peers.decide("ckpt_path", None if ckpt_path is None else str(ckpt_path), limit)
-        if self.state.fn == "fit" and not is_dry_run(self):
+        if self.state.fn == "fit" and not self.fast_dev_run:
             root = Path(self.default_root_dir)
-            peers.agree_on_view(lambda: view(root), str(root), limit)
+            peers.agree_on_view(lambda: file_listing(root), str(root), limit)
         if path is not None and Path(path).suffix == ".ckpt":
-            peers.agree_on_view(lambda: view(Path(path)), path, limit)
+            peers.agree_on_view(lambda: file_listing(Path(path)), path, limit)
         if path is None and self.global_rank > 0 and self.state.fn == "fit":
             self.start_elsewhere()
         return path
@@ -467,33 +239,26 @@ class Trainer(LightningTrainer):
             ckpt_path = self._meet(self.peers, ckpt_path)
         return super()._run(model, ckpt_path, weights_only)
 
-    def _leave_signals_alone(self) -> None:
-        # Lightning's handlers save inside an accumulation window, and ask all ranks in every
-        # micro-batch, in vain where a child gets the signal. `callbacks/signals.py` does it.
-        self._signal_connector.register_signal_handlers = lambda: None
-        self.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
-        # Lightning's observer kills this process where another one ends, and says nothing of use.
-        cast(Any, subprocess_script)._launch_process_observer = watch_ranks
-
     def _run_stage(self) -> Any:
         result = super()._run_stage()
         # Lightning enters no loop when no step is left, not even for a validation that is due.
         for callback in self.checkpoint_callbacks:
-            if hasattr(callback, "make_up_validation"):
-                cast(Any, callback).make_up_validation(self)
+            make_up: Any = getattr(callback, "make_up_validation", None)
+            if make_up is not None:
+                make_up(self)
         return result
 
     def largest(self, number: int) -> int:
-        """Largest of all ranks' numbers; they agree over the CPU, which waits for no GPU."""
+        """Return the largest of all ranks' numbers, reduced on the CPU: no wait for a GPU."""
         if self.world_size == 1:
             return number
         if self._cpu_group is None:
             self._cpu_group = torch.distributed.new_group(backend="gloo", timeout=self.peer_timeout)
-        told = torch.tensor(number)
-        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, self._cpu_group)
-        return int(told)
+        largest = torch.tensor(number)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, self._cpu_group)
+        return int(largest)
 
-    def fit(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def fit(
         self,
         model: LightningModule,
         train_dataloaders: Any = None,
@@ -505,13 +270,13 @@ class Trainer(LightningTrainer):
         """Train; the same command resumes after a kill at any moment.
 
         Args:
-            ckpt_path: What to resume from: last (the newest whole checkpoint of the run folder, or
+            ckpt_path: What to resume from: last (the newest intact checkpoint of the run folder, or
                 a first start), best, a run folder or a checkpoint file. Unset: a new run in an
                 empty folder.
         """
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
 
-    def validate(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def validate(
         self,
         model: LightningModule | None = None,
         dataloaders: Any = None,
@@ -527,13 +292,3 @@ class Trainer(LightningTrainer):
                 file.
         """
         return super().validate(model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
-
-
-def device_type(accelerator: str) -> str:
-    """Device type that Lightning will take for an accelerator's name."""
-    if accelerator in ("gpu", "auto"):
-        if torch.cuda.is_available():
-            return "cuda"
-        if torch.backends.mps.is_available():
-            return "mps"
-    return "cpu" if accelerator in ("auto", "gpu") else accelerator
