@@ -250,13 +250,15 @@ def plan(argv: list[str]) -> None:
     cli = run_cli("plan", run)
 
     import json
+    from dataclasses import asdict
 
     from callbacks.run.trainer_arguments import check_arguments
-    from lm.plan import HOURS, ledger, table
+    from lm.plan import HOURS, ledger
+    from lm.plan_table import table
 
     check_arguments(vars(cli.config.trainer))
     found = ledger(run_plan(cli, tuple(options.hours or HOURS)))
-    print(json.dumps(found, indent=1) if options.json else table(found))
+    print(json.dumps(asdict(found), indent=1) if options.json else table(found))
 
 
 def run_plan(cli: Any, hours: tuple[float, ...]) -> Any:
@@ -512,7 +514,8 @@ def cli_class(command: str, runs: bool) -> type:
     from data.text.tokenizer import TextTokenizer, check_same_ids
     from lm.cpu import keep_freed_memory
     from lm.hub.export import export as write_export
-    from lm.plan import HOURS, ledger, table
+    from lm.plan import HOURS, ledger
+    from lm.plan_table import table
     from lm.trained import starting_weights
 
     def export_weights(file: Path, folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Allocator settings of the process."""
+"""Memory allocator settings of the process."""
 
 import ctypes
 import os
@@ -8,16 +8,16 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 
 
 def has_glibc() -> bool:
-    """Whether the process runs on the C library whose allocator is known here."""
+    """Whether the process uses glibc."""
     return platform.libc_ver()[0] == "glibc"
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep freed pages instead of giving them back and faulting them in anew.
+    """Make glibc keep freed pages; return whether it does.
 
-    Large tensors that come and go each step cost about a quarter of a CPU training step in page
-    faults otherwise. To be called before the first large tensor. Does nothing, and says so by
-    returning False, on other C libraries and with RELIGHT_MALLOC=default.
+    Otherwise page faults of large tensors, allocated anew at each step, take about a quarter of a
+    CPU training step. Call it before the first large tensor. Does nothing and returns False with
+    other C libraries and with RELIGHT_MALLOC=default.
     """
     if not has_glibc() or os.environ.get("RELIGHT_MALLOC") == "default":
         return False
@@ -26,6 +26,6 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Have glibc give back all pages that are free now, such as those of preparing the data."""
+    """Return free pages to the system, for example after data preparation."""
     if has_glibc():
         ctypes.CDLL(None).malloc_trim(0)

@@ -9,20 +9,20 @@ from torch import Tensor
 
 
 class NonFiniteError(RuntimeError):
-    """Training has reached numbers that are not finite."""
+    """Loss, gradients or weights are NaN or infinite."""
 
     def __init__(self, message: str, step: int = 0) -> None:
-        """Keep the step beside the message.
+        """Store the step beside the message.
 
         Args:
-            step: First optimizer step that is known to be bad; 0 outside training.
+            step: First bad optimizer step; 0 outside training.
         """
         super().__init__(message)
         self.step = step
 
 
 def non_finite(value: Any, name: str = "") -> Iterator[str]:
-    """Names of the tensors in nested plain containers that hold NaN or infinity."""
+    """Yield the names of tensors with NaN or infinity in nested containers."""
     if isinstance(value, Tensor):
         if not is_finite(value):
             yield name
@@ -37,8 +37,8 @@ def non_finite(value: Any, name: str = "") -> Iterator[str]:
 def is_finite(tensor: Tensor) -> bool:
     """Whether no element is NaN or infinite.
 
-    A tensor of the CPU is looked at by numpy: checkpoints are checked in a thread of their own, and
-    a team of torch's threads for it would make those of training sleep between two operations.
+    CPU tensors are checked by numpy: checkpoints are checked in a thread of their own, whose torch
+    thread pool would slow down that of training.
     """
     if not tensor.is_floating_point():
         return True
@@ -49,12 +49,12 @@ def is_finite(tensor: Tensor) -> bool:
         bits = plain.view(torch.int16).numpy()
         return not bool(((bits & 0x7F80) == 0x7F80).any())
     values = plain.numpy()
-    # A finite sum proves it in one pass without a mask; the sum of finite elements may overflow.
+    # A finite sum proves it without a mask; the sum of finite elements may overflow.
     with np.errstate(all="ignore"):
         return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
 
 
 def few(names: list[str], most: int = 5) -> str:
-    """The first names of a list, and how many more there are."""
+    """Return the first names of a list, and the number of further ones."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""Continue a prompt: one token id after another, with a KV cache."""
+"""Sampling: token by token, with a KV cache."""
 
 from collections.abc import Generator, Sequence
 
@@ -27,26 +27,25 @@ def generate(
 ) -> Generator[int, None, None]:
     """Yield the ids that follow a prompt, each as soon as it is drawn.
 
-    Once they outgrow the context together, the last max_seq_len of prompt and new ids are the
-    context. The model is in eval mode until the generator is exhausted or closed, then in the
-    mode it came in.
+    The context is the last max_seq_len of prompt and new ids. The model is in eval mode until the
+    generator is exhausted or closed, then in its previous mode.
 
     Args:
-        model: On any device, with the same text for a seed up to rounding.
+        model: On any device; a seed gives the same text on all of them, up to rounding.
         prompt: At least one id; not yielded.
-        max_new_tokens: Most ids to yield.
-        temperature: Divides the logits; 0 takes the likeliest id, whatever the seed.
+        max_new_tokens: Maximum number of ids to yield.
+        temperature: Divides the logits; 0 is greedy and independent of the seed.
         top_k: Draw among this many likeliest ids.
-        top_p: Draw among the fewest likeliest ids that reach this share, of what top_k left.
-        seed: Of a generator of its own: torch's global one is neither read nor moved.
-        eos_id: Ends the text when drawn; not yielded.
-        n_tokens: Size of the tokenizer; the vocabulary's rows from there on are never drawn.
-        holes: Ids below n_tokens that are no token, never drawn either.
-        use_cache: Keep keys and values of past positions: the same ids, sooner.
+        top_p: Draw among the fewest likeliest ids that reach this probability, after top_k.
+        seed: Seed of a separate generator; torch's global one is not used.
+        eos_id: Ends the text; not yielded.
+        n_tokens: Size of the tokenizer; ids from there on are never drawn.
+        holes: Ids below n_tokens without a token, never drawn.
+        use_cache: Cache keys and values of past positions: the same ids, faster.
 
     Raises:
-        ValueError: the prompt is empty or an option is out of range; at the call, not at the
-            first id.
+        ValueError: the prompt is empty or an option is out of range; raised by the call, not by the
+            first next().
     """
     if not prompt:
         raise ValueError("--prompt has no tokens: must have at least one")
@@ -60,7 +59,7 @@ def generate(
         raise ValueError(f"--top_p is {top_p}: must be above 0 and at most 1")
     generator = torch.Generator().manual_seed(seed)
 
-    # A generator function's body waits for the first next(), the checks above do not.
+    # The body of a generator runs at the first next(); the checks above run at the call.
     @torch.inference_mode()
     def draw() -> Generator[int, None, None]:
         ids = list(prompt)
@@ -85,10 +84,10 @@ def generate(
 
 
 def next_logits(model: LM, ids: list[int], cache: KVCache | None) -> Float[Tensor, " V"]:
-    """Logits of the id after `ids`, of which a cache may hold the first ones."""
+    """Return the logits of the id after `ids`, the first of which may be cached."""
     window = model.config.max_seq_len
     if len(ids) > window:
-        # Cached keys are turned by positions that all move when the window does.
+        # Cached keys are rotated by positions, which change when the window moves.
         cache = None
     start = max(0, len(ids) - window) if cache is None else cache.length
     context = torch.tensor([ids[start:]], device=model.head_weight.device)
@@ -103,9 +102,9 @@ def pick(
     generator: torch.Generator,
 ) -> int:
     """Draw one index; see `generate` for the options."""
-    # On the CPU, so that a seed does not depend on the device.
+    # On the CPU, so that draws do not depend on the device.
     logits = logits.cpu().double()
-    if not logits.max().isfinite():  # NaN if any is; -inf of ids that are left out does not count
+    if not logits.max().isfinite():  # NaN if any is; -inf marks excluded ids
         raise NonFiniteError(
             "the model's logits are not finite: its weights are too large or damaged; give an "
             "earlier checkpoint"
@@ -113,9 +112,9 @@ def pick(
     if temperature == 0:
         return int(logits.argmax())
     ranked, ids = logits.sort(descending=True, stable=True)
-    # With the largest logit at 0 a tiny temperature overflows to -inf only, which has no share.
+    # With the largest logit at 0, a tiny temperature overflows to -inf, of probability 0.
     shares = ((ranked[:top_k] - ranked[0]) / temperature).softmax(dim=0)
     if top_p is not None:
-        # The share before an id, so that the one which reaches top_p stays.
+        # Excluding the id's own share keeps the id that reaches top_p.
         shares = shares[shares.cumsum(dim=0) - shares < top_p]
     return int(ids[torch.multinomial(shares, 1, generator=generator)])

@@ -1,4 +1,4 @@
-"""Cross-entropy over hidden states and head weight, in chunks: logits are never whole in memory."""
+"""Chunked cross-entropy over hidden states and head weight; full logits never exist in memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,44 +7,45 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+# Label of positions without a target; data has the same constant and cannot be imported here.
 IGNORE_INDEX = -100
 
-# Rows of hidden states whose logits exist at one time: memory grows with it. On 2 CPU cores a loss
-# took 1.06 times as long with 512, for the head's gradient is added up once a chunk.
+# Rows of hidden states per chunk; memory grows with it. On 2 CPU cores the loss took 1.06 times as
+# long with 512, because the head's gradient is accumulated once per chunk.
 CHUNK_ROWS = 1024
 
 
 def shift(
     input_ids: Int[Tensor, "B L"], labels: Int[Tensor, "B L"]
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    """Inputs and next-token targets (T = L - 1) of a batch: the one place that shifts."""
+    """Return inputs and next-token targets (T = L - 1) of a batch; nothing else shifts."""
     return input_ids[:, :-1], labels[:, 1:]
 
 
 def softmax_step(
     logits: Float[Tensor, "R V"], targets: Int[Tensor, " R"]
 ) -> tuple[Float[Tensor, " R"], Float[Tensor, "R V"]]:
-    """Loss of each row and the gradient of their sum to the logits, both zero where ignored.
+    """Return each row's loss and the gradient of their sum to the logits, both zero if ignored.
 
-    All in fp32 whatever the logits are, the p - 1 of the target too: on confident tokens a bf16
-    softmax has the right sum and a gradient that is wrong by 100 %. fp32 logits are overwritten.
+    Computed in fp32 for all types of logits, including the p - 1 of the target: on confident tokens
+    a bf16 softmax has the right sum, but its gradient is wrong by 100 %. Overwrites fp32 logits.
     """
     real = targets != IGNORE_INDEX
     index = torch.where(real, targets, 0).unsqueeze(1)
     wide = logits.float()
     log_sum = torch.logsumexp(wide, dim=1, keepdim=True)
     loss = torch.where(real, (log_sum - wide.gather(1, index)).squeeze(1), 0.0)
-    # exp(x - inf) is 0: an ignored row needs no pass of its own.
+    # exp(x - inf) is 0, so ignored rows need no separate pass.
     log_sum = log_sum.masked_fill(~real.unsqueeze(1), torch.inf)
     gradient = wide.sub_(log_sum).exp_().to(logits.dtype)
-    # Of an ignored row this is expm1(-0), which is 0 as well.
+    # Ignored rows get expm1(-0) = 0.
     return loss, gradient.scatter_(1, index, torch.expm1(-loss).unsqueeze(1).to(logits.dtype))
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of cross-entropies whose gradients are made in the forward pass, chunk by chunk.
+    """Sum of cross-entropies; gradients are computed in the forward pass, chunk by chunk.
 
-    Recomputing the logits in a backward pass instead took twice as long.
+    Recomputing the logits in the backward pass took twice as long.
     """
 
     @staticmethod
@@ -71,7 +72,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 gradients = torch.empty_like(rows), torch.empty_like(weight, dtype=torch.float32)
                 if not n_rows:
                     gradients[1].zero_()
-            # One buffer: its pages stay mapped, and in a cache where they fit.
+            # One buffer for all chunks: its pages stay mapped, and in the cache if they fit.
             room = rows.new_empty(min(chunk_rows, n_rows) * vocab)
             for start in range(0, n_rows, chunk_rows):
                 chunk = slice(start, start + chunk_rows)
@@ -82,12 +83,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 if gradients is None:
                     continue
                 torch.mm(gradient, head, out=gradients[0][chunk])
-                of_chunk = gradient.T @ part
-                gradients[1].add_(of_chunk) if start else gradients[1].copy_(of_chunk)
-                del gradient, of_chunk  # not beside those of the next chunk
+                head_grad = gradient.T @ part
+                gradients[1].add_(head_grad) if start else gradients[1].copy_(head_grad)
+                del gradient, head_grad  # frees them before the next chunk
         if gradients is not None:
-            # Not by save_for_backward, which would hold on to the head's gradient: autograd could
-            # not take it over as it is and would copy it.
+            # Not save_for_backward: it would keep a reference to the head's gradient, and autograd
+            # would copy it instead of taking it over.
             ctx.gradients = gradients[0].to(hidden.dtype), gradients[1].to(weight.dtype)
         return loss
 
@@ -106,10 +107,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 def product(
     rows: Float[Tensor, "R D"], head: Float[Tensor, "V D"], room: Float[Tensor, " RV"]
 ) -> Float[Tensor, "R V"]:
-    """Logits, written to `room` in the order that is faster to make and to go on with.
+    """Return the logits, written to `room` in the memory order that is faster on the device.
 
-    On a CPU they lie vocabulary first: all but one of the products of a chunk then take its small
-    side as the one that has to be repacked, and run up to twice as fast.
+    On a CPU the vocabulary is the first axis: all but one of a chunk's products then repack their
+    smaller operand and run up to twice as fast.
     """
     shape = len(rows), len(head)
     if rows.device.type != "cpu":
@@ -124,11 +125,11 @@ def cross_entropy_sum(
     chunk_rows: int = CHUNK_ROWS,
     step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = softmax_step,
 ) -> Float[Tensor, ""]:
-    """Sum in nats over all targets that are not `IGNORE_INDEX`; 0 when there are none.
+    """Return the sum in nats over all targets that are not `IGNORE_INDEX`; 0 without targets.
 
-    Matrix products run in the autocast type where autocast is on; softmax, loss and the sum of
-    the head's gradient over chunks are fp32. `step` is `softmax_step`, compiled or not, or
-    `native_softmax_step`; without autograd it is called too, for half of it costs little.
+    Matrix products run in the autocast type; softmax, loss and the sum of the head's gradient over
+    chunks are fp32. `step` is `softmax_step`, compiled or not, or `native_softmax_step`. It also
+    runs without autograd, because the unused gradient costs little.
     """
     return ChunkedCrossEntropy.apply(
         hidden.flatten(0, 1), weight, targets.flatten(), chunk_rows, step

@@ -10,13 +10,13 @@ from lm.config import OptimConfig
 
 
 def lower_rate(lr: float) -> float:
-    """A peak learning rate to try where a run has diverged at another one."""
+    """Return a peak learning rate to try after a run has diverged at `lr`."""
     # AdamW moves each weight by about lr per step: no transformer learns at much above 1e-2.
     return lr / 3 if lr <= 1e-2 else OptimConfig().lr
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict]:
-    """Every trainable parameter once: matrices with decay, vectors (norms, biases) without."""
+    """Return all trainable parameters: matrices with weight decay, vectors (norms) without."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     return [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
@@ -25,10 +25,10 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def use_fused(fused: bool | Literal["auto"], device: str, precision: str) -> bool:
-    """Whether the fused kernel runs for a device type and a Trainer precision.
+    """Whether the fused kernel is used for a device type and a Trainer precision.
 
     Raises:
-        ValueError: fused is asked for where it cannot run or would be wrong.
+        ValueError: fused is required but not supported or not correct.
     """
     scaled = precision.startswith("16")
     if fused == "auto":
@@ -48,11 +48,11 @@ def use_fused(fused: bool | Literal["auto"], device: str, precision: str) -> boo
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig, fused: bool) -> torch.optim.AdamW:
-    """AdamW with decoupled weight decay; not fused, it is torch's default for the device.
+    """Return AdamW with decoupled weight decay; not fused: torch's default for the device.
 
     Source: arXiv:1711.05101.
     """
-    # A fused of False would also rule out torch's default for the device.
+    # fused=False would also disable torch's default for the device.
     return torch.optim.AdamW(
         parameter_groups(module, config.weight_decay),
         lr=config.lr,

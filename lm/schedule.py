@@ -1,17 +1,17 @@
-"""Optimizer step to learning-rate multiplier."""
+"""Learning-rate schedule: optimizer step to multiplier."""
 
 import math
 
 
 def warmup_steps(warmup: int | float, max_steps: int) -> int:
-    """Steps of linear rise: an int as it is, a share of the run rounded down.
+    """Return the warm-up steps: an int as given, a share of the run rounded down.
 
     Raises:
-        ValueError: the run has no length, or the rise would fill it.
+        ValueError: the run has no length, or the warm-up is not shorter.
     """
     if max_steps < 1:
         raise ValueError(f"max_steps is {max_steps}: the schedule needs the length of the run")
-    # The product is first rounded to 9 decimals: 0.29 * 100 is 28.999999999999996 in binary.
+    # Rounded to 9 decimals first: 0.29 * 100 is 28.999999999999996 in binary.
     steps = warmup if isinstance(warmup, int) else math.floor(round(warmup * max_steps, 9))
     if steps >= max_steps:
         raise ValueError(
@@ -22,10 +22,10 @@ def warmup_steps(warmup: int | float, max_steps: int) -> int:
 
 
 def warmup_cosine(step: int, warmup: int, max_steps: int, min_ratio: float) -> float:
-    """Multiplier of the peak rate for the update with this 0-based number.
+    """Return the multiplier of the peak learning rate at a 0-based step.
 
-    Rises as (step + 1) / warmup, so the first update moves, then falls along half a cosine from
-    1 at step `warmup` to `min_ratio` at `max_steps`, and stays there.
+    Rises as (step + 1) / warmup, so that the first update is not zero. Then falls along half a
+    cosine from 1 at step `warmup` to `min_ratio` at `max_steps`, and stays there.
 
     Source: SGDR, arXiv:1608.03983, without restarts.
     """

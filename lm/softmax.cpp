@@ -1,8 +1,8 @@
 // The softmax of the loss on a CPU: losses of a chunk's rows, and the gradient of their sum to the
-// logits, written over the logits. Logits lie vocabulary first, (V, R): so lie the rows of one
-// vocabulary entry side by side, and all sums over the vocabulary run down columns, 16 at a time.
+// logits, written over the logits. Logits are (V, R): the rows of one vocabulary entry are
+// contiguous, and sums over the vocabulary run down columns, 16 at a time.
 //
-// Built by lm/native.py; lm/loss.py has the same in torch's own operations.
+// Built by lm/softmax.py; lm/loss.py has the same in torch operations.
 
 #include <cmath>
 #include <cstdint>

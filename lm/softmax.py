@@ -1,4 +1,4 @@
-"""The softmax of the loss on a CPU in C++: softmax.cpp, built by the machine's own compiler."""
+"""CPU kernel of the loss in C++ (softmax.cpp), built when first needed and cached."""
 
 import ctypes
 import functools
@@ -18,8 +18,8 @@ from lm.loss import IGNORE_INDEX, softmax_step
 
 SOURCE = Path(__file__).with_name("softmax.cpp")
 COMPILERS = ("c++", "g++", "clang++")
-# Enough to vectorise. Not -ffast-math: a library linked with it makes the whole process flush
-# denormal numbers to zero as soon as it is loaded.
+# Sufficient to vectorize. Not -ffast-math: loading a library linked with it makes the whole process
+# flush denormal numbers to zero.
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
 FLAGS += ["-fopenmp", "-shared", "-fPIC"]
 if platform.machine() == "x86_64":
@@ -28,23 +28,23 @@ KERNELS = {torch.bfloat16: "softmax_bf16", torch.float32: "softmax_fp32"}
 
 
 def find_compiler() -> str | None:
-    """The machine's C++ compiler."""
+    """Return the first C++ compiler on the path."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def cache_folder() -> Path | None:
-    """Where built kernels stay from run to run; None where nothing can be kept."""
+    """Return the cache folder of built kernels; None if it cannot be written."""
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(home) / "relight"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # the latter where there is no home
+    except (OSError, RuntimeError):  # RuntimeError: no home directory
         return None
     return folder if os.access(folder, os.W_OK) else None
 
 
 def machine(compiler: str) -> str:
-    """What a built kernel depends on but its source: unlike machines may share a cache."""
+    """Return all that a built kernel depends on besides its source; machines may share a cache."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -56,10 +56,10 @@ def machine(compiler: str) -> str:
 
 
 def build(compiler: str, folder: Path, name: str) -> Path:
-    """Put the built kernels into a folder, whole, under a name that tells their digest.
+    """Build the kernels into a folder by an atomic rename; the name contains their digest.
 
     Raises:
-        OSError: the compiler refuses; the text says which and why.
+        OSError: the compiler fails.
     """
     with tempfile.TemporaryDirectory(dir=folder) as private:
         built = Path(private) / "softmax.so"
@@ -68,22 +68,22 @@ def build(compiler: str, folder: Path, name: str) -> Path:
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["it says nothing"]
             raise OSError(f"{compiler} cannot build {SOURCE.name}: {lines[0]}")
-        # On disk before its name is: a power failure would else leave an empty file.
+        # Flushed before the rename: a power failure could otherwise leave an empty file.
         with built.open("rb") as file:
             os.fsync(file.fileno())
-        # Several processes may build at once: each puts a whole file in place.
+        # Several processes may build at once; each renames a complete file.
         return built.replace(folder / f"{name}-{digest(built)}.so")
 
 
 def digest(path: Path) -> str:
-    """What a file's content is told by."""
+    """Return the first digits of a file's SHA-256."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def find_built(folder: Path, name: str) -> ctypes.CDLL | None:
-    """Kernels that were built before; damaged files are removed."""
+    """Load kernels built earlier; damaged files are removed."""
     for path in folder.glob(f"{name}-*.so"):
-        # To load a file that was cut short can kill the process.
+        # Loading a truncated file can kill the process.
         if path.stem == f"{name}-{digest(path)}":
             return ctypes.CDLL(str(path))
         path.unlink(missing_ok=True)
@@ -92,10 +92,10 @@ def find_built(folder: Path, name: str) -> ctypes.CDLL | None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The kernels, built where they are not there yet.
+    """Return the kernels, built if they are not cached.
 
     Raises:
-        OSError: no compiler, or one that refuses; the text says which.
+        OSError: there is no compiler, or it fails.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -112,10 +112,10 @@ def library() -> ctypes.CDLL:
 def native_softmax_step(
     logits: Float[Tensor, "R V"], targets: Int[Tensor, " R"]
 ) -> tuple[Float[Tensor, " R"], Float[Tensor, "R V"]]:
-    """`softmax_step` in one pass over memory less, for the logits of a CPU; they are overwritten.
+    """`softmax_step` for CPU logits with one pass over memory less; overwrites the logits.
 
-    Its sums do not depend on the number of threads. Logits of another type, or that do not lie
-    vocabulary first, go to `softmax_step`.
+    Sums do not depend on the number of threads. Logits of another type or memory order go to
+    `softmax_step`.
 
     Raises:
         IndexError: a target is outside the vocabulary.

@@ -1,4 +1,4 @@
-"""Trained models, wherever they lie: checkpoints, weights alone, folders of other libraries."""
+"""Trained models read from checkpoints, weights-only files and Hugging Face folders."""
 
 import json
 import zlib
@@ -19,29 +19,29 @@ from lm.model import LM, plain_keys
 # Key of a weights-only file's metadata.
 FACTS = "relight"
 CHECKSUM = "crc32"
-# Properties that a ModelConfig derives, and the keys that set them.
+# Derived properties of ModelConfig, and the keys that set them.
 KEYS = {"kv_heads": "n_kv_heads", "head_size": "head_dim"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Weights and what belongs to them."""
+    """Weights, their configuration and their origin."""
 
     config: ModelConfig
     weights: dict[str, Tensor]
-    """By the names of `LM`."""
+    """Tensors by the names of `LM`."""
     source: Path
-    """The file or folder that they were read from."""
+    """The file or folder they were read from."""
     tokenizer_path: Path
-    """Where its tokenizer.json should be."""
+    """Expected path of the tokenizer.json."""
     tokenizer_fingerprint: str | None = None
-    """Of the tokenizer it was trained with; None is not known."""
+    """Fingerprint of the training tokenizer; None: unknown."""
     has_tokenizer: bool = True
-    """False of token files without one."""
+    """False if it was trained on token files without a tokenizer."""
     begins_with_bos: bool | None = None
-    """Whether its documents began with a bos; None where the tokenizer's files tell."""
+    """Whether documents began with a bos; None: as the tokenizer's files say."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What is known of its training: global_step, train_loss, val_loss, contract."""
+    """Facts of its training: global_step, train_loss, val_loss, contract."""
 
     def __post_init__(self) -> None:
         if bad := list(non_finite(self.weights)):
@@ -51,22 +51,22 @@ class Trained:
             )
 
     def model(self) -> LM:
-        """The network, on the CPU in fp32."""
+        """Return the network, on the CPU in fp32."""
         return network(self.config, self.weights)
 
 
 def network(config: ModelConfig, weights: dict[str, Tensor]) -> LM:
-    """A network of given weights, on the CPU in fp32."""
+    """Return a network with given weights, on the CPU in fp32."""
     model = LM(config)
     model.load_state_dict(weights)
     return model
 
 
 def from_checkpoint(checkpoint: dict[str, Any], path: Path) -> Trained:
-    """What a checkpoint of fit holds of a model.
+    """Return the model of a checkpoint.
 
     Raises:
-        ValueError: it was not made by fit.
+        ValueError: fit did not write it.
     """
     if missing := {"contract", "model_config"} - checkpoint.keys():
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: it was not made by fit")
@@ -76,10 +76,10 @@ def from_checkpoint(checkpoint: dict[str, Any], path: Path) -> Trained:
 
 
 def from_weights_file(path: Path) -> Trained:
-    """A file that `write_weights_file` wrote.
+    """Return the model of a weights-only file.
 
     Raises:
-        ValueError: it is damaged or another library's.
+        ValueError: the file is damaged, or fit did not write it.
     """
     weights, metadata = read_safetensors(path)
     if FACTS not in metadata:
@@ -111,10 +111,10 @@ def _trained(
 
 
 def from_folder(folder: Path) -> Trained:
-    """A folder of Hugging Face's form.
+    """Return the model of a Hugging Face folder.
 
     Raises:
-        ValueError: of a file or a model that cannot be taken, or weights that do not fit it.
+        ValueError: a file is damaged, the model is not supported, or the weights do not fit it.
     """
     config, weights = read_folder(folder)
     if faults := differences(weights, config):
@@ -128,11 +128,11 @@ def from_folder(folder: Path) -> Trained:
 
 
 def write_weights_file(weights: dict[str, Tensor], checkpoint: dict[str, Any], path: Path) -> None:
-    """Weights by the names of `LM`, with what of a checkpoint goes along with them.
+    """Write weights by the names of `LM`, with the facts of their checkpoint.
 
     Raises:
         NonFiniteError: a tensor holds NaN or infinity.
-        OSError: the disk refuses.
+        OSError: writing fails.
     """
     text = json.dumps(facts(checkpoint))
     if bad := list(non_finite(weights)):
@@ -141,7 +141,7 @@ def write_weights_file(weights: dict[str, Tensor], checkpoint: dict[str, Any], p
 
 
 def checksum(weights: Mapping[str, Tensor], text: str) -> str:
-    """CRC32 over facts, names, shapes and contents, as hexadecimal digits."""
+    """Return the CRC32 over facts, names, shapes and contents, as hexadecimal digits."""
     crc = zlib.crc32(text.encode())
     for name in sorted(weights):
         tensor = weights[name].detach().cpu().contiguous()
@@ -157,7 +157,7 @@ def has_checksum(path: Path) -> bool:
 
 
 def step_of_weights(path: Path) -> int:
-    """Step of a file that `write_weights_file` wrote; -1 where there is no such file."""
+    """Return the step of a weights-only file; -1 if it is not one."""
     try:
         with safe_open(path, framework="pt") as file:
             return json.loads(file.metadata()[FACTS])["global_step"]
@@ -166,19 +166,19 @@ def step_of_weights(path: Path) -> int:
 
 
 def facts(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What of a checkpoint goes along with its weights alone."""
+    """Return the entries of a checkpoint that a weights-only file keeps."""
     names = ("global_step", "train_loss", "val_loss", "model_config", "contract")
     return {name: checkpoint[name] for name in names if name in checkpoint}
 
 
 def differences(weights: dict[str, Tensor], config: ModelConfig) -> list[str]:
-    """Names and shapes that are not those of a configuration's network, each with both shapes."""
+    """Return the names whose shapes differ from those of the configuration's network."""
     with torch.device("meta"):
         return unlike(weights, LM(config).state_dict())
 
 
 def unlike(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
-    """Names and shapes in which two sets of weights differ, each with both shapes."""
+    """Return the names whose shapes differ, with both shapes."""
     left, right = (
         {name: tuple(t.shape) for name, t in weights.items()} for weights in (given, wanted)
     )
@@ -190,16 +190,16 @@ def unlike(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[st
 
 
 def starting_weights(trained: Trained, config: ModelConfig, grow: bool) -> dict[str, Tensor]:
-    """Weights that a new run begins with; of a grown vocabulary the first rows.
+    """Return the initial weights of a new run; with a larger vocabulary, its first rows.
 
     Args:
-        config: of the run.
-        grow: whether the run's vocabulary may go on after the model's.
+        config: Configuration of the run.
+        grow: Allow a larger vocabulary than the model's.
 
     Raises:
-        ValueError: they are of another model.
+        ValueError: the model differs from the run's.
     """
-    # What decides what the weights compute, the context aside: rotary angles have no weights.
+    # Fields that change the computation; the context length does not.
     names = ("d_model", "n_layers", "n_heads", "kv_heads", "head_size", "ffn_dim", "n_experts")
     names += ("tie_embeddings", "qk_norm", "rope_theta", "norm_eps")
     names += ("n_experts_per_token",) if config.n_experts else ()

@@ -10,7 +10,8 @@ import pytest
 from conftest import Lightning, RunYaml
 
 from lm.config import ModelConfig, OptimConfig
-from lm.plan import RunPlan, ledger, table
+from lm.plan import RunPlan, ledger
+from lm.plan_table import table
 
 BASE = RunPlan(
     config=ModelConfig(
@@ -31,11 +32,11 @@ BASE = RunPlan(
 
 def test_batch_arithmetic_of_the_base_run():
     plan = ledger(BASE)
-    assert plan["tokens_per_micro_batch"] == 16_384
-    assert plan["tokens_per_device_step"] == 262_144
-    assert plan["tokens_per_step"] == 1_048_576
-    assert (plan["max_steps"], plan["warmup_steps"]) == (9_537, 190)
-    assert ledger(replace(BASE, devices=1))["max_steps"] == 38_147
+    assert plan.tokens_per_micro_batch == 16_384
+    assert plan.tokens_per_device_step == 262_144
+    assert plan.tokens_per_step == 1_048_576
+    assert (plan.max_steps, plan.warmup_steps) == (9_537, 190)
+    assert ledger(replace(BASE, devices=1)).max_steps == 38_147
 
 
 @pytest.mark.parametrize(
@@ -50,27 +51,27 @@ def test_batch_arithmetic_of_the_base_run():
     ],
 )
 def test_hours_come_to_their_published_share(hours: int, tokens_per_s: str, percent: str):
-    [row] = [row for row in ledger(BASE)["hours_to_mfu"] if row["hours"] == hours]
+    [row] = [row for row in ledger(BASE).hours_to_mfu if row["hours"] == hours]
     assert f"{row['tokens_per_s']:,.0f}" == tokens_per_s
     assert f"{100 * row['mfu_6n']:.1f}" == percent
 
 
 def test_seventeen_hours_are_forty_eight_percent_in_full():
-    [row] = [row for row in ledger(BASE)["hours_to_mfu"] if row["hours"] == 17]
+    [row] = [row for row in ledger(BASE).hours_to_mfu if row["hours"] == 17]
     assert f"{100 * row['mfu']:.0f}" == "48"
 
 
 def test_memory_and_files_of_the_base_run():
     plan = ledger(BASE)
-    assert f"{plan['static_bytes'] / 1e9:.1f}" == "8.0"
-    assert f"{plan['checkpoint_bytes'] / 1e9:.2f}" == "6.03"
-    assert plan["warnings"] == []
+    assert f"{plan.static_bytes / 1e9:.1f}" == "8.0"
+    assert f"{plan.checkpoint_bytes / 1e9:.2f}" == "6.03"
+    assert plan.warnings == []
 
 
 def test_buckets_of_ddp_are_counted():
     plan = ledger(changed(buckets=True))
-    assert plan["static_bytes"] == 20 * plan["parameters"]
-    assert plan["static_bytes_by_part"]["buckets of DDP"] == 4 * plan["parameters"]
+    assert plan.static_bytes == 20 * plan.parameters
+    assert plan.static_bytes_by_part["buckets of DDP"] == 4 * plan.parameters
     assert "buckets of DDP 2.01)" in table(plan)
 
 
@@ -93,13 +94,13 @@ def test_command_counts_buckets_where_ddp_makes_them(
 
 def test_all_parameters_of_a_dense_model_are_active():
     plan = ledger(BASE)
-    assert plan["parameters_active"] == plan["parameters"] == 502_193_664
+    assert plan.parameters_active == plan.parameters == 502_193_664
     assert "502,193,664, all active" in table(plan)
 
 
 def test_mixed_precisions_need_the_same_activations_and_fp32_needs_more():
     half, other, single = (
-        ledger(replace(BASE, precision=name))["activation_bytes"]
+        ledger(replace(BASE, precision=name)).activation_bytes or 0
         for name in ("bf16-mixed", "16-mixed", "32-true")
     )
     assert f"{half / 1e9:.1f}" == "25.9"
@@ -108,20 +109,20 @@ def test_mixed_precisions_need_the_same_activations_and_fp32_needs_more():
 
 def test_files_are_those_that_stay_and_one_more():
     plan = ledger(BASE)
-    assert plan["checkpoint_files"] == 5
-    assert plan["checkpoint_bytes_kept"] == 5 * plan["checkpoint_bytes"]
+    assert plan.checkpoint_files == 5
+    assert plan.checkpoint_bytes_kept == 5 * plan.checkpoint_bytes
 
 
 def test_files_kept_for_good_are_counted_and_named():
     plan = ledger(replace(BASE, keep_every=950))
-    assert (plan["checkpoint_files"], plan["checkpoint_files_for_good"]) == (15, 10)
-    assert plan["checkpoint_bytes_kept"] == 15 * plan["checkpoint_bytes"]
+    assert (plan.checkpoint_files, plan.checkpoint_files_for_good) == (15, 10)
+    assert plan.checkpoint_bytes_kept == 15 * plan.checkpoint_bytes
     line = "at most 15 files (10 of them for good, by checkpoint.keep_every), 90.4 GB, on disk"
     assert line in table(plan)
 
 
 def test_rates_are_shown_at_the_published_steps():
-    rates = {step: f"{value:.3e}" for step, value in ledger(BASE)["lr"].items()}
+    rates = {step: f"{value:.3e}" for step, value in ledger(BASE).lr.items()}
     assert rates == {
         0: "1.579e-06", 95: "1.516e-04", 189: "3.000e-04", 190: "3.000e-04", 2384: "2.649e-04",
         4768: "1.693e-04", 7152: "7.110e-05", 9536: "3.000e-05",
@@ -129,7 +130,7 @@ def test_rates_are_shown_at_the_published_steps():
 
 
 def test_unknown_peak_leaves_the_shares_open():
-    rows = ledger(replace(BASE, peak_flops=None))["hours_to_mfu"]
+    rows = ledger(replace(BASE, peak_flops=None)).hours_to_mfu
     assert {row["mfu"] for row in rows} == {row["mfu_6n"] for row in rows} == {None}
 
 
@@ -158,7 +159,7 @@ def changed(**changes: Any) -> RunPlan:
     ],
 )
 def test_plan_warns_of_what_will_go_wrong(run: RunPlan, part: str):
-    assert [line for line in ledger(run)["warnings"] if part in line]
+    assert [line for line in ledger(run).warnings if part in line]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_plan_warns_of_what_will_go_wrong(run: RunPlan, part: str):
     ],
 )
 def test_plan_does_not_warn_of_what_is_right(run: RunPlan):
-    assert ledger(run)["warnings"] == []
+    assert ledger(run).warnings == []
 
 
 @pytest.mark.parametrize(
@@ -208,23 +209,23 @@ ON_DATA = [f"vocabulary against the tokenizer: {UNPREPARED}", f"validation windo
 
 def test_plan_of_prepared_data_leaves_nothing_open():
     run = changed(data_tokens=10**10, val_tokens=10**8, tokenizer_size=32_000)
-    assert ledger(run)["unknown"] == []
+    assert ledger(run).unknown == []
 
 
 def test_missing_data_leaves_open_what_rests_on_it():
     plan = ledger(BASE)
-    assert plan["unknown"] == [f"epochs over the data: {UNPREPARED}", *ON_DATA]
-    assert plan["epochs"] is None
-    assert plan["max_steps"] == 9_537
+    assert plan.unknown == [f"epochs over the data: {UNPREPARED}", *ON_DATA]
+    assert plan.epochs is None
+    assert plan.max_steps == 9_537
 
 
 def test_length_in_passes_over_missing_data_is_open():
     plan = ledger(changed(total_tokens=None, epochs=2.0, keep_every=95))
-    assert plan["unknown"] == [f"steps, tokens, rates, hours: {UNPREPARED}", *ON_DATA]
+    assert plan.unknown == [f"steps, tokens, rates, hours: {UNPREPARED}", *ON_DATA]
     for key in ("max_steps", "tokens", "warmup_steps", "save_every_share", "checkpoint_files"):
-        assert plan[key] is None
-    assert (plan["lr"], plan["hours_to_mfu"], plan["epochs"]) == ({}, [], 2.0)
-    assert plan["static_bytes"] == ledger(BASE)["static_bytes"]
+        assert getattr(plan, key) is None
+    assert (plan.lr, plan.hours_to_mfu, plan.epochs) == ({}, [], 2.0)
+    assert plan.static_bytes == ledger(BASE).static_bytes
 
 
 def test_table_tells_what_is_open():
@@ -237,13 +238,13 @@ def test_table_tells_what_is_open():
 
 def test_activations_of_another_precision_are_open():
     plan = ledger(changed(precision="bf16-true"))
-    assert plan["activation_bytes"] is None
-    assert [line for line in plan["unknown"] if line.startswith("activations: they are counted")]
+    assert plan.activation_bytes is None
+    assert [line for line in plan.unknown if line.startswith("activations: they are counted")]
     assert "activations  " not in table(plan)
 
 
 def test_unknown_peak_says_how_to_give_it():
-    [line] = [line for line in ledger(changed(peak_flops=None))["unknown"] if "MFU" in line]
+    [line] = [line for line in ledger(changed(peak_flops=None)).unknown if "MFU" in line]
     assert "give the dense TFLOP/s of one by --throughput.peak_tflops" in line
 
 

@@ -54,7 +54,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     """Write a safetensors file.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: writing fails.
     """
     # safetensors would leave a file that only its owner may read.
     path.touch()
@@ -167,7 +167,7 @@ def read_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Return the configuration and the weights of a Hugging Face folder, by the names of `LM`.
 
     Raises:
-        ValueError: of a file or a model that cannot be taken.
+        ValueError: a file is damaged or the model is not supported.
     """
     refuse_unfit_files(folder)
     config = from_hf_config(read_json(folder / "config.json"), folder / "config.json")
