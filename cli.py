@@ -508,7 +508,7 @@ def cli_class(command: str, runs: bool) -> type:
     from callbacks.run.devices import device_type
     from callbacks.run.folder import code_fingerprint, commit, lock, versions
     from callbacks.run.steps import is_dry_run
-    from callbacks.samples import Samples
+    from callbacks.samples import PromptSamples
     from callbacks.throughput import Throughput
     from callbacks.weights import Weights
     from data.text.tokenizer import TextTokenizer, check_same_ids
@@ -551,7 +551,7 @@ def cli_class(command: str, runs: bool) -> type:
             parser.callback_keys.append("throughput")
             parser.add_lightning_class_args(GradNorm, "grad_norm")
             parser.add_lightning_class_args(Health, "health")
-            parser.add_lightning_class_args(Samples, "samples")
+            parser.add_lightning_class_args(PromptSamples, "samples")
             parser.add_lightning_class_args(Weights, "weights")
             parser.add_class_arguments(Tracker, "tracker")
             for target, source in LINKS.items():

@@ -1,7 +1,6 @@
-"""The gradient's norm at every step: how often it is clipped, where it arises, what it tells."""
+"""Gradient norms: share of clipped steps, and norms by part of the network."""
 
 import math
-import statistics
 from collections import deque
 from typing import Any
 
@@ -14,37 +13,11 @@ from callbacks.run.trainer import Trainer
 from lm.gradients import total_norm
 from lm.module import LMModule
 
-# Clipping is no sign: the healthy small run's median norm is 1.3 to 1.6 times its clip all along.
-STUCK = 10.0  # times the clip value
-JUMP = 10.0  # as a norm, and times the median of the norms before it
-NEAR_ZERO = 1e-3  # healthy norms are tenths and more
-BASE_STEPS = 20  # that a jump is measured from, or that are near zero
-
-
-def stuck(norms: list[float], clip: float | None, window: int) -> str | None:
-    """What is seen where a whole window of norms lies far above the clip value."""
-    if not clip or len(norms) < window or (median := statistics.median(norms)) <= STUCK * clip:
-        return None
-    return f"the gradient norm is {median:.3g} in the median of {window} steps, clipped to {clip:g}"
-
-
-def jumped(norms: list[float]) -> str | None:
-    """What is seen where a norm of the window is tens and far above those before it."""
-    for i in range(BASE_STEPS, len(norms)):
-        if norms[i] > JUMP and norms[i] > JUMP * (median := statistics.median(norms[:i])):
-            return f"the gradient norm jumped to {norms[i]:.3g} from a median of {median:.3g}"
-    return None
-
-
-def vanished(norms: list[float]) -> str | None:
-    """What is seen where the newest norms are all but zero."""
-    if len(norms) < BASE_STEPS or (median := statistics.median(norms[-BASE_STEPS:])) >= NEAR_ZERO:
-        return None
-    return f"the gradient norm is {median:.2g} in the median of {BASE_STEPS} steps"
+BASE_STEPS = 20  # norms that a jump is measured from, or that must be near zero
 
 
 def part_of(name: str) -> str:
-    """Part of the network that a parameter is in: embed_tokens, layers.0, …, norm, lm_head."""
+    """Return the part of the network with a parameter: embed_tokens, layers.0, …, norm, lm_head."""
     words = name.removeprefix("net.").removeprefix("model.").split(".")
     return ".".join(words[:2]) if words[1].isdecimal() else words[0]
 
@@ -56,7 +29,7 @@ class GradNorm(Callback):
     """
 
     def __init__(self, *, per_layer_every_n_steps: int | None = None, window: int = 100) -> None:
-        """Say what to measure and to keep.
+        """Set up the measurements.
 
         Args:
             per_layer_every_n_steps: Optimizer steps between norms of each part, taken where a step
@@ -91,16 +64,16 @@ class GradNorm(Callback):
         if at_step_edge(trainer, batch_idx):
             self._pending.append(pl_module.grad_norm)
 
-    def step_figures(self, trainer: Trainer) -> dict[str, float]:
-        """Figures of the last finished step."""
+    def step_metrics(self, trainer: Trainer) -> dict[str, float]:
+        """Return metrics of the last finished step."""
         self._fetch()
         scale = trainer.lightning_module.grad_scale
-        figures = {f"grad_norm/{part}": float(n * scale) for part, n in self._parts.items()}
+        metrics = {f"grad_norm/{part}": float(n * scale) for part, n in self._parts.items()}
         self._parts = {}
         if (clip := trainer.gradient_clip_val) and self.norms:
             share = sum(norm > clip for norm in self.norms) / len(self.norms)
-            figures |= {"optim/clip_at": clip, "optim/clip_share": share}
-        return figures
+            metrics |= {"optim/clip_at": clip, "optim/clip_share": share}
+        return metrics
 
     def _fetch(self) -> None:
         if self._pending:

@@ -1,4 +1,4 @@
-"""What is wrong with a run, told while it shows: what was seen, why that is, what to change."""
+"""Warnings about a run in trouble: observation, likely causes, and settings to change."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from callbacks import symptoms
 from callbacks.run.announce import announce
 from callbacks.run.folder import contract
 from callbacks.run.trainer import Trainer
-from callbacks.symptoms import Seen
+from callbacks.symptoms import RunHistory
 from lm.module import LMModule
 from lm.optim import lower_rate
 
@@ -23,11 +23,11 @@ RATE_KEYS = ("model.optim.", "trainer.max_steps")
 
 @dataclass(frozen=True)
 class Symptom:
-    """A row of the table of troubles; what `values_for` a run has no value for is left out."""
+    """A symptom, its causes and its remedies, without those that are None in `values_for`."""
 
-    figure: str  # whose measurement calls for a look
-    detect: Callable[[Seen], str | None]
-    causes: str  # the likeliest first
+    metric: str  # checked whenever this metric is logged
+    detect: Callable[[RunHistory], str | None]
+    causes: str  # most likely first
     remedies: str
 
 
@@ -121,7 +121,7 @@ SYMPTOMS = (
 
 
 def values_for(trainer: Trainer) -> dict[str, Any]:
-    """Values of causes and remedies for a run's settings; None where they do not apply."""
+    """Return the values for causes and remedies; None where one does not apply to the run."""
     data, lr = trainer.datamodule, trainer.optimizers[0].param_groups[0]["initial_lr"]
     compiled = getattr(trainer.lightning_module, "compiled", False)
     precision, accumulate = str(trainer.precision), trainer.accumulate_grad_batches
@@ -145,18 +145,18 @@ def values_for(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def warning(symptom: Symptom, seen: str, trainer: Trainer) -> str:
-    """One line: what was seen, why that is, what to change."""
+def warning(symptom: Symptom, observed: str, trainer: Trainer) -> str:
+    """Return a warning line: observation, likely causes, settings to change."""
     values = values_for(trainer)
     likely, tries = (
         ", ".join(part for part in text.format_map(values).split(", ") if not part.endswith("None"))
         for text in (symptom.causes, symptom.remedies)
     )
-    return f"warning: step {trainer.global_step}: {seen}; likely {likely}; try {tries}"
+    return f"warning: step {trainer.global_step}: {observed}; likely {likely}; try {tries}"
 
 
 def memory_advice(micro_batch_size: int, accumulate: int, seq_len: int) -> str:
-    """Settings that need less memory for the same sequences a step, and for shorter ones."""
+    """Return settings that need less memory at the same sequences per step, or at shorter ones."""
     held, size = f"out of memory with data.micro_batch_size {micro_batch_size}", micro_batch_size
     shorter = f"--data.seq_len {max(1, seq_len // 2)} in a new run"
     if size == 1:
@@ -169,7 +169,7 @@ def memory_advice(micro_batch_size: int, accumulate: int, seq_len: int) -> str:
 
 
 def advice(error: BaseException, trainer: Trainer) -> str | None:
-    """What to do about an error that ends a run, where there is something."""
+    """Return advice about an error that ended a run, or None."""
     if isinstance(error, torch.OutOfMemoryError) or CPU_OUT_OF_MEMORY in str(error):
         data = trainer.datamodule
         return memory_advice(data.micro_batch_size, trainer.accumulate_grad_batches, data.seq_len)
@@ -179,43 +179,43 @@ def advice(error: BaseException, trainer: Trainer) -> str | None:
 
 
 class Health(Callback):
-    """Warns of troubles as they show, each once until it is gone, and adds advice to errors."""
+    """Warns about symptoms of trouble, each once until it is gone, and adds advice to errors."""
 
     def __init__(self, *, enabled: bool = True) -> None:
-        """Say whether to watch.
+        """Set up the warnings.
 
         Args:
-            enabled: Warn of troubles, with likely causes and what to change.
+            enabled: Warn about symptoms of trouble, with likely causes and settings to change.
         """
         self.enabled = enabled
-        self.seen = Seen()
+        self.history = RunHistory()
 
     def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         if trainer.global_step == 0:
-            self.seen = Seen()
-        self.seen.resumed_at = trainer.global_step
+            self.history = RunHistory()
+        self.history.resumed_at = trainer.global_step
 
-    def watch(self, trainer: Trainer, figures: dict[str, float]) -> None:
-        """Look for troubles in the figures of a logged step or of a validation."""
+    def watch(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Look for symptoms in the metrics of a logged step or of a validation."""
         if not self.enabled:
             return
-        self.seen.take(trainer, figures)
+        self.history.add(trainer, metrics)
         for symptom in SYMPTOMS:
-            if symptom.figure not in figures:
+            if symptom.metric not in metrics:
                 continue
-            if (text := symptom.detect(self.seen)) is None:
-                self.seen.active.discard(symptom.detect)
-            elif symptom.detect not in self.seen.active:
-                self.seen.active.add(symptom.detect)
+            if (text := symptom.detect(self.history)) is None:
+                self.history.active.discard(symptom.detect)
+            elif symptom.detect not in self.history.active:
+                self.history.active.add(symptom.detect)
                 announce(warning(symptom, text, trainer))
 
     def state_dict(self) -> dict[str, Any]:
-        return self.seen.state()
+        return self.history.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.seen.restore(state_dict)
-        if self.seen.validation_changed:
-            self.seen.forget_validations()
+        self.history.restore(state_dict)
+        if self.history.validation_changed:
+            self.history.forget_validations()
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LMModule, checkpoint: dict[str, Any]
@@ -223,9 +223,9 @@ class Health(Callback):
         if trainer.state.fn == "fit":
             old, new = checkpoint["contract"], contract(trainer)
             keys = [key for key in old if key.startswith(RATE_KEYS)]
-            self.seen.rate_changed = any(old[key] != new.get(key) for key in keys)
+            self.history.rate_changed = any(old[key] != new.get(key) for key in keys)
             keys = [key for key in old if key.startswith("validation ")]
-            self.seen.validation_changed = any(old[key] != new.get(key) for key in keys)
+            self.history.validation_changed = any(old[key] != new.get(key) for key in keys)
 
     def on_exception(self, trainer: Trainer, pl_module: LMModule, exception: BaseException) -> None:
         if self.enabled and (text := advice(exception, trainer)):

@@ -1,4 +1,4 @@
-"""The figures of each logged step: to the loggers, and as one line on the console."""
+"""Metrics of each logged step: to the loggers, and as one console line."""
 
 import shutil
 import sys
@@ -19,38 +19,38 @@ NOT_VALIDATED = (
     "trainer.limit_val_batches or prepare other validation data"
 )
 
-# Figures that tell two runs apart and make no curve: in metrics.csv alone.
+# Checksums for comparing runs; metrics.csv only, because they make no curve.
 TRACES = ("data/rows_crc32",)
 
 
 @runtime_checkable
-class StepFigures(Protocol):
-    """A callback that has figures for a logged step."""
+class StepMetrics(Protocol):
+    """A callback that adds metrics to each logged step."""
 
-    def step_figures(self, trainer: Trainer) -> dict[str, float]:
-        """Figures by metric name."""
+    def step_metrics(self, trainer: Trainer) -> dict[str, float]:
+        """Return metrics by name."""
         ...
 
 
 @runtime_checkable
 class Watcher(Protocol):
-    """A callback that looks at the figures of each logged step and of each validation."""
+    """A callback that receives the metrics of each logged step and of each validation."""
 
-    def watch(self, trainer: Trainer, figures: dict[str, float]) -> None:
-        """See figures by metric name."""
+    def watch(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Receive metrics by name."""
         ...
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 45 s, 12 min, 3 h 05 min."""
+    """Return seconds as text: 45 s, 12 min, 3 h 05 min."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def console_line(step: int, max_steps: int, figures: dict[str, float]) -> str:
-    """Figures as one line; what is absent is left out."""
+def console_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
+    """Return a step's metrics as one line, without absent ones."""
     parts = [f"step {step:>{len(str(max_steps))}}/{max_steps}"]
     texts = {
         "train/loss": "loss {:.4f}",
@@ -61,29 +61,29 @@ def console_line(step: int, max_steps: int, figures: dict[str, float]) -> str:
         "throughput/tokens_per_sec": "{:,.0f} tokens/s",
         "throughput/mfu": "MFU {:.1%}",
     }
-    parts += [text.format(figures[name]) for name, text in texts.items() if name in figures]
-    if "time/eta_s" in figures:
-        parts.append(f"{duration(figures['time/eta_s'])} left")
+    parts += [text.format(metrics[name]) for name, text in texts.items() if name in metrics]
+    if "time/eta_s" in metrics:
+        parts.append(f"{duration(metrics['time/eta_s'])} left")
     return " · ".join(parts)
 
 
-def validation_line(figures: dict[str, float]) -> str:
-    """Validation figures as one line."""
-    ran_away = figures.get("val/perplexity", 0) >= 1e9
+def validation_line(metrics: dict[str, float]) -> str:
+    """Return validation metrics as one line."""
+    ran_away = metrics.get("val/perplexity", 0) >= 1e9
     texts = {
         "val/loss": "val loss {:.4f}",
         "val/perplexity": "perplexity {:.3g}" if ran_away else "perplexity {:.2f}",
         "val/bits_per_byte": "{:.4f} bits per byte",
         "train/eval_loss": "training data in evaluation mode {:.4f}",
     }
-    parts = [text.format(figures[name]) for name, text in texts.items() if name in figures]
-    sources = {name: loss for name, loss in figures.items() if name.startswith("val/loss/")}
+    parts = [text.format(metrics[name]) for name, text in texts.items() if name in metrics]
+    sources = {name: loss for name, loss in metrics.items() if name.startswith("val/loss/")}
     parts += [f"{name.removeprefix('val/loss/')} {loss:.4f}" for name, loss in sources.items()]
     return " · ".join(parts)
 
 
 def start_lines(trainer: Trainer, how_compiled: str) -> list[str]:
-    """What a run is, before its first step: parameters, device, batch arithmetic, length."""
+    """Return the summary of a run: parameters, device, batch arithmetic, length."""
     groups = trainer.optimizers[0].param_groups
     counts = [sum(p.numel() for p in group["params"]) for group in groups]
     decayed = ", ".join(
@@ -103,6 +103,20 @@ def start_lines(trainer: Trainer, how_compiled: str) -> list[str]:
     ]
 
 
+def refuse_old_name(callbacks: list[Callback]) -> None:
+    """Refuse a callback whose metrics would be left out because their method has its old name.
+
+    Raises:
+        ValueError: names the callback.
+    """
+    for callback in callbacks:
+        if hasattr(callback, "step_figures") and not isinstance(callback, StepMetrics):
+            raise ValueError(
+                f"trainer.callbacks has {type(callback).__name__} with a method step_figures: the "
+                "method for metrics is step_metrics; rename it to step_metrics"
+            )
+
+
 class Progress(Callback):
     """Logs every `trainer.log_every_n_steps` optimizer steps, the first and the last one.
 
@@ -119,6 +133,7 @@ class Progress(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         line_enders[:] = [self._close_line]
+        refuse_old_name(trainer.callbacks)
         for line in start_lines(trainer, pl_module.how_compiled):
             self._say(trainer, line)
 
@@ -142,33 +157,33 @@ class Progress(Callback):
         step = trainer.global_step
         if not (at_step_edge(trainer, batch_idx) and is_logged(trainer, step)):
             return
-        # The module first: reading its figures waits for the device, so that times are true.
-        figures = pl_module.step_metrics()
-        figures |= trainer.datamodule.step_figures()
+        # The module first: reading its metrics waits for the device, so the times are right.
+        metrics = pl_module.step_metrics()
+        metrics |= trainer.datamodule.step_metrics()
         for callback in trainer.callbacks:
-            if isinstance(callback, StepFigures):
-                figures |= callback.step_figures(trainer)
-        self._log(trainer, figures)
-        line = console_line(step, trainer.max_steps, figures | self._validation)
+            if isinstance(callback, StepMetrics):
+                metrics |= callback.step_metrics(trainer)
+        self._log(trainer, metrics)
+        line = console_line(step, trainer.max_steps, metrics | self._validation)
         self._say(trainer, line, passing=step != trainer.max_steps)
-        self._show_watchers(trainer, figures)
+        self._show_watchers(trainer, metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LMModule) -> None:
-        figures = pl_module.validation_metrics
-        self._validation = {name: figures[name] for name in ("val/loss",) if name in figures}
-        self._log(trainer, figures)
+        metrics = pl_module.validation_metrics
+        self._validation = {name: metrics[name] for name in ("val/loss",) if name in metrics}
+        self._log(trainer, metrics)
         # Outside a fit the Trainer does not know the step of what it evaluates.
         step = trainer.global_step if trainer.state.fn == "fit" else self._loaded_step
-        if "val/loss" in figures:
-            self._say(trainer, f"step {step} · {validation_line(figures)}")
+        if "val/loss" in metrics:
+            self._say(trainer, f"step {step} · {validation_line(metrics)}")
         elif trainer.state.fn == "fit":
             self._say(trainer, f"warning: step {step}: {NOT_VALIDATED}")
         else:
             raise RuntimeError(NOT_VALIDATED)
-        self._show_watchers(trainer, figures)
+        self._show_watchers(trainer, metrics)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LMModule) -> None:
-        # Lightning would ask an exhausted loader again and again, for ever and without a word.
+        # Lightning would ask an exhausted loader again and again, without end or message.
         if trainer.global_step < trainer.max_steps and not trainer.should_stop:
             raise RuntimeError(
                 f"the data ended at step {trainer.global_step} of {trainer.max_steps}"
@@ -182,7 +197,7 @@ class Progress(Callback):
             self._say(trainer, f"done: {step} steps in {trainer.default_root_dir}")
         elif self._trains:
             self._say(trainer, f"stopped at step {step} of {last}; the same command goes on")
-        # Lightning ends a run without any word when nothing is left to train.
+        # Lightning prints nothing when no step is left to train.
         elif step > last:
             self._say(
                 trainer,
@@ -195,19 +210,19 @@ class Progress(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LMModule, exception: BaseException) -> None:
         self._close_line()
 
-    def _log(self, trainer: Trainer, figures: dict[str, float]) -> None:
+    def _log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         # In evaluation outside a fit the curve of the run must not be touched.
         if trainer.state.fn == "fit":
-            curves = {name: value for name, value in figures.items() if name not in TRACES}
+            curves = {name: value for name, value in metrics.items() if name not in TRACES}
             for logger in trainer.loggers:
-                given = figures if isinstance(logger, MetricsCSV) else curves
+                given = metrics if isinstance(logger, MetricsCSV) else curves
                 logger.log_metrics(given, step=trainer.global_step)
 
-    def _show_watchers(self, trainer: Trainer, figures: dict[str, float]) -> None:
+    def _show_watchers(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if trainer.state.fn == "fit":
             for callback in trainer.callbacks:
                 if isinstance(callback, Watcher):
-                    callback.watch(trainer, figures)
+                    callback.watch(trainer, metrics)
 
     def _say(self, trainer: Trainer, line: str, passing: bool = False) -> None:
         if not trainer.is_global_zero:
@@ -215,7 +230,7 @@ class Progress(Callback):
         if passing and self.stream.isatty():
             if isinstance(self.stream, Console):
                 self.stream.log.add(line)
-            # A line that wraps could not be written over.
+            # A wrapped line could not be overwritten.
             line = line[: shutil.get_terminal_size().columns - 1]
             print(f"\r{line:<{self._open_line}}", end="", file=self.stream, flush=True)
             self._open_line = len(line)

@@ -1,6 +1,6 @@
-"""What the model writes after fixed prompts, as the run goes on."""
+"""Samples from fixed prompts during training."""
 
-from typing import Any, cast
+from typing import Any
 
 from lightning.pytorch import Callback
 
@@ -13,10 +13,10 @@ from lm.finite import NonFiniteError
 from lm.module import LMModule
 
 
-class Samples(Callback):
-    """Continues fixed prompts every so many steps, to be read under Text on TensorBoard's page.
+class PromptSamples(Callback):
+    """Continues fixed prompts every n steps; TensorBoard shows the result under Text.
 
-    The draws are the same at every step: what changes is the model.
+    The seed is the same at every step, so only the model changes the text.
     """
 
     def __init__(
@@ -27,10 +27,10 @@ class Samples(Callback):
         max_new_tokens: int = 100,
         temperature: float = 0.8,
     ) -> None:
-        """Say what is continued, and when.
+        """Set up the samples.
 
         Args:
-            prompts: Texts to go on from; unset: none.
+            prompts: Texts to continue; unset: none.
             every_n_steps: Optimizer steps between two samples.
             max_new_tokens: Most tokens after each prompt.
             temperature: Divides the logits; 0 takes the likeliest token.
@@ -64,11 +64,11 @@ class Samples(Callback):
             return
         for prompt, text in texts.items():
             for logger in trainer.loggers:
-                if hasattr(logger, "show_text"):
-                    cast(Any, logger).show_text(f"samples/{prompt}", text, trainer.global_step)
+                if (show := getattr(logger, "show_text", None)) is not None:
+                    show(f"samples/{prompt}", text, trainer.global_step)
 
     def write(self, trainer: Trainer, pl_module: LMModule) -> dict[str, str]:
-        """Each prompt with its continuation."""
+        """Return the continued text of each prompt."""
         data = trainer.datamodule
         tokenizer, texts = data.tokenizer, {}
         for prompt in self.prompts:

@@ -1,11 +1,11 @@
-"""Symptoms of a run in trouble: what a run has shown so far, and what of it is a bad sign."""
+"""Symptoms of a run in trouble: the history of its metrics, and detectors over that history."""
 
 import math
 import statistics
 from collections import deque
 from typing import Any
 
-from callbacks.grad_norm import GradNorm, jumped, stuck, vanished
+from callbacks.grad_norm import BASE_STEPS, GradNorm
 from callbacks.run.trainer import Trainer
 
 # Losses are in nats a token. A log is a logged step, whatever lies between two of them.
@@ -17,7 +17,7 @@ FAST_STEPS, FAST_SHARE = 200, 0.25  # of the first loss; so low two logs in a ro
 JUMP_LOGS, JUMP_NATS, JUMP_DEVIATIONS = 20, 1.0, 8.0
 RESUME_LOGS = 5  # a jump among so many logs after a resume is laid to it
 LR_SLACK = 0.2  # share of the rate by which it may miss a straight line
-LR_SPAN = 0.05  # share of the run beyond which no straight line foretells a rate
+LR_SPAN = 0.05  # share of the run beyond which a rate is not extrapolated
 OVERFIT_NATS, OVERFIT_VALIDATIONS = 0.02, 3  # above the best, so many in a row
 RECENT = 5  # logs whose median is taken where speed is judged
 LOW_MFU = 0.3
@@ -25,18 +25,22 @@ SMALL_MODEL_FLOPS = 1e9  # a token: below, a low MFU is the model's size and no 
 LONG_WAIT = 0.1  # share of training time spent waiting for data
 TOY_MODEL_FLOPS = 1e6  # a token: below, reading it takes as long as learning from it
 EASE = 0.1  # share by which speed must be better than its limit before it is warned of again
+# A median of 1.3 to 1.6 times the clip value is normal: that of a healthy small run throughout.
+NORM_STUCK = 10.0  # times the clip value
+NORM_JUMP = 10.0  # as a norm, and times the median of the norms before it
+NORM_ZERO = 1e-3  # healthy norms are tenths and more
 FP16_LOGS = 3  # a scaler looks for its scale by skipping updates; so many logs in a row are more
 
 
-class Seen:
-    """What a run has shown so far."""
+class RunHistory:
+    """Metrics of a run so far, as far as the detectors need them."""
 
     kept = ("lowest", "best", "loss_at_best", "above_best", "skipped")
-    """What a resumed run knows of its past, beside its logs."""
+    """Attributes that a checkpoint stores, beside `logs`."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         # Step, loss and learning rate of the logs whose loss is finite.
         self.logs: deque[tuple[int, float, float]] = deque(maxlen=JUMP_LOGS + 2)
         self.lowest = math.inf  # loss
@@ -48,36 +52,36 @@ class Seen:
         self.rate_changed = self.validation_changed = False  # with an announcement
         self.mfu: deque[float] = deque(maxlen=RECENT)
         self.data_wait: deque[float] = deque(maxlen=RECENT)
-        self.active: set[Any] = set()  # detectors of what was told and is still there
+        self.active: set[Any] = set()  # detectors whose warning was shown and still holds
 
     def forget_validations(self) -> None:
-        """Begin with no past of validations."""
+        """Forget all validations so far."""
         self.best = self.loss_at_best = math.inf  # validation loss, and the train loss then
         self.above_best = 0  # validations in a row
 
-    def take(self, trainer: Trainer, figures: dict[str, float]) -> None:
-        """Take in the figures of a logged step or of a validation."""
-        self.trainer, self.figures = trainer, figures
+    def add(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Add the metrics of a logged step or of a validation."""
+        self.trainer, self.metrics = trainer, metrics
         for name, values in (("mfu", self.mfu), ("data_wait", self.data_wait)):
-            if (key := f"throughput/{name}") in figures:
-                values.append(figures[key])
-        if "optim/lr" in figures:
-            count = int(figures.get("optim/steps_without_targets", 0))
+            if (key := f"throughput/{name}") in metrics:
+                values.append(metrics[key])
+        if "optim/lr" in metrics:
+            count = int(metrics.get("optim/steps_without_targets", 0))
             self.newly_empty, self.empty = count - self.empty, count
-        if "train/loss" in figures:
-            self._take_step(figures["train/loss"])
-        if "val/loss" in figures:
-            self._take_validation(figures["val/loss"])
+        if "train/loss" in metrics:
+            self._add_step(metrics["train/loss"])
+        if "val/loss" in metrics:
+            self._add_validation(metrics["val/loss"])
 
-    def _take_step(self, loss: float) -> None:
-        count = int(self.figures.get("optim/skipped_steps", 0))
+    def _add_step(self, loss: float) -> None:
+        count = int(self.metrics.get("optim/skipped_steps", 0))
         self.newly_skipped, self.skipped = count - self.skipped, count
         self.skipping = self.skipping + 1 if self.newly_skipped > 0 else 0
         if math.isfinite(loss):
-            self.logs.append((self.trainer.global_step, loss, self.figures["optim/lr"]))
+            self.logs.append((self.trainer.global_step, loss, self.metrics["optim/lr"]))
             self.lowest = min(self.lowest, loss)
 
-    def _take_validation(self, loss: float) -> None:
+    def _add_validation(self, loss: float) -> None:
         if loss < self.best:
             self.best, self.loss_at_best = loss, self.train_loss()
         self.above_best = self.above_best + 1 if loss > self.best + OVERFIT_NATS else 0
@@ -93,186 +97,200 @@ class Seen:
 
     @property
     def expected(self) -> float | None:
-        """Loss of new weights; None where the run began with others."""
+        """Expected loss of new weights; None where the run started from other weights."""
         return self.trainer.lightning_module.expected_first_loss
 
     @property
     def logs_since_resume(self) -> int:
-        """Logs since the run was resumed; 0 where none are known from before."""
+        """Logs since the run was resumed; 0 if no earlier log is known."""
         new = sum(step > self.resumed_at for step, _, _ in self.logs)
         return new if new < len(self.logs) else 0
 
     def state(self) -> dict[str, Any]:
-        """What is kept for a resume, as plain types."""
+        """Return the part that a checkpoint stores, as plain types."""
         state = {name: getattr(self, name) for name in self.kept}
         return state | {"logs": [list(log) for log in self.logs]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take back what `state` gave."""
+        """Restore the result of `state`."""
         for name in self.kept:
             setattr(self, name, state[name])
         self.logs.extend((step, loss, rate) for step, loss, rate in state["logs"])
 
     def norms(self) -> tuple[list[float], int]:
-        """Gradient norms before clipping of the last steps, and how many are kept at most."""
+        """Gradient norms of the last steps before clipping, and the most that are kept."""
         for callback in self.trainer.callbacks:
             if isinstance(callback, GradNorm):
                 return list(callback.norms), callback.norms.maxlen or 0
         return [], 1
 
 
-# Detectors: what is seen, with numbers, or None.
+# Detectors: each returns its observation, with numbers, or None.
 
 
-def non_finite(seen: Seen) -> str | None:
+def non_finite(run: RunHistory) -> str | None:
     """Loss or gradient is NaN or infinite."""
-    if not math.isfinite(loss := seen.figures["train/loss"]):
+    if not math.isfinite(loss := run.metrics["train/loss"]):
         return f"the loss is {loss}"
-    fp16 = str(seen.trainer.precision).startswith("16")
-    if seen.skipping < (FP16_LOGS if fp16 else 1):
+    fp16 = str(run.trainer.precision).startswith("16")
+    if run.skipping < (FP16_LOGS if fp16 else 1):
         return None
     return (
-        f"the gradient was not finite: {seen.newly_skipped} updates skipped since the last logged "
-        f"step, {seen.skipped} in all"
+        f"the gradient was not finite: {run.newly_skipped} updates skipped since the last logged "
+        f"step, {run.skipped} in all"
     )
 
 
-def no_targets(seen: Seen) -> str | None:
-    """Steps have nothing to learn."""
-    if seen.newly_empty <= 0:
+def no_targets(run: RunHistory) -> str | None:
+    """Steps have no targets."""
+    if run.newly_empty <= 0:
         return None
     return (
-        f"{seen.newly_empty} of the steps since the last log had no target, and so nothing to "
-        f"learn; {seen.empty} since the start"
+        f"{run.newly_empty} of the steps since the last log had no target, and so nothing to "
+        f"learn; {run.empty} since the start"
     )
 
 
-def first_loss(seen: Seen) -> str | None:
-    """The first step does not start where new weights do."""
-    loss = seen.figures["train/loss"]
-    if seen.expected is None or seen.trainer.global_step != 1:
+def first_loss(run: RunHistory) -> str | None:
+    """The first loss is not that of new weights."""
+    loss = run.metrics["train/loss"]
+    if run.expected is None or run.trainer.global_step != 1:
         return None
-    if not FIRST_NATS < abs(loss - seen.expected) < math.inf:
+    if not FIRST_NATS < abs(loss - run.expected) < math.inf:
         return None
-    return f"the first loss is {loss:.2f}, that of new weights is {seen.expected:.2f}"
+    return f"the first loss is {loss:.2f}, that of new weights is {run.expected:.2f}"
 
 
-def flat(seen: Seen) -> str | None:
+def flat(run: RunHistory) -> str | None:
     """The loss has not fallen, and the warm-up is over."""
-    if seen.expected is None or seen.trainer.global_step < FLAT_STEPS or len(seen.logs) < 2:
+    if run.expected is None or run.trainer.global_step < FLAT_STEPS or len(run.logs) < 2:
         return None
-    warms_up = seen.logs[-1][2] > seen.logs[-2][2]
-    if warms_up or seen.lowest < seen.expected - FLAT_NATS:
+    warms_up = run.logs[-1][2] > run.logs[-2][2]
+    if warms_up or run.lowest < run.expected - FLAT_NATS:
         return None
     return (
-        f"the loss is {seen.losses[-1]:.2f} and has never been below {seen.lowest:.2f}, while new "
-        f"weights start at {seen.expected:.2f}"
+        f"the loss is {run.losses[-1]:.2f} and has never been below {run.lowest:.2f}, while new "
+        f"weights start at {run.expected:.2f}"
     )
 
 
-def too_fast(seen: Seen) -> str | None:
-    """The loss is too good to be true."""
-    if seen.expected is None:
+def too_fast(run: RunHistory) -> str | None:
+    """The loss falls implausibly fast."""
+    if run.expected is None:
         return None
-    limit, losses = FAST_SHARE * seen.expected, seen.losses[-2:]
-    if seen.trainer.global_step > FAST_STEPS or len(losses) < 2 or max(losses) >= limit:
+    limit, losses = FAST_SHARE * run.expected, run.losses[-2:]
+    if run.trainer.global_step > FAST_STEPS or len(losses) < 2 or max(losses) >= limit:
         return None
     return (
-        f"the loss is {losses[-1]:.2f} already, below a quarter of the {seen.expected:.2f} that "
+        f"the loss is {losses[-1]:.2f} already, below a quarter of the {run.expected:.2f} that "
         "new weights start at"
     )
 
 
-def loss_jump(seen: Seen, after_resume: bool = False) -> str | None:
-    """The loss leaps up and stays there."""
-    if len(seen.logs) < 3 or after_resume != (0 < seen.logs_since_resume <= RESUME_LOGS):
+def loss_jump(run: RunHistory, after_resume: bool = False) -> str | None:
+    """The loss jumps up and stays there."""
+    if len(run.logs) < 3 or after_resume != (0 < run.logs_since_resume <= RESUME_LOGS):
         return None
-    *before, one, two = seen.losses
+    *before, one, two = run.losses
     if len(before) < JUMP_LOGS:
-        if seen.expected is None:
+        if run.expected is None:
             return None
-        # Too little of a past; but no loss should be far above that of knowing nothing.
-        middle, spread, past = seen.expected, 0.0, "of new weights"
+        # Too few logs; but no loss should be far above that of new weights.
+        middle, spread, past = run.expected, 0.0, "of new weights"
     else:
         middle, past = statistics.median(before), f"in the median of {JUMP_LOGS} logged steps"
         spread = statistics.median(abs(loss - middle) for loss in before)
     limit = middle + max(JUMP_NATS, JUMP_DEVIATIONS * spread)
-    # Told at its start: later the jump itself is part of what was before.
+    # Only at its start: later the jump itself is among the logs before.
     if min(one, two) <= limit or before[-1] > limit:
         return None
-    where = f" right after the resume at step {seen.resumed_at}" if after_resume else ""
+    where = f" right after the resume at step {run.resumed_at}" if after_resume else ""
     return f"the loss went up to {one:.2f} and {two:.2f}{where}, from {middle:.2f} {past}"
 
 
-def loss_jump_after_resume(seen: Seen) -> str | None:
-    """The loss does not go on where it was before a resume."""
-    return loss_jump(seen, after_resume=True)
+def loss_jump_after_resume(run: RunHistory) -> str | None:
+    """The loss jumps up right after a resume."""
+    return loss_jump(run, after_resume=True)
 
 
-def rate_jump(seen: Seen) -> str | None:
-    """The learning rate does not go on where it was before a resume."""
-    if seen.rate_changed or seen.logs_since_resume != 1 or len(seen.logs) < 3:
+def rate_jump(run: RunHistory) -> str | None:
+    """The learning rate jumps right after a resume."""
+    if run.rate_changed or run.logs_since_resume != 1 or len(run.logs) < 3:
         return None
-    (start, _, old), (before, _, rate), (now, _, new) = list(seen.logs)[-3:]
-    if now - before > LR_SPAN * seen.trainer.max_steps:
+    (start, _, old), (before, _, rate), (now, _, new) = list(run.logs)[-3:]
+    if now - before > LR_SPAN * run.trainer.max_steps:
         return None
-    # From the last rate to where the line through the last two leads: warm-up may end between.
-    foretold = max(0.0, rate + (rate - old) * (now - before) / (before - start))
-    low, high = sorted((rate, foretold))
+    # Between the last rate and the extrapolation of the last two: warm-up may end in between.
+    expected = max(0.0, rate + (rate - old) * (now - before) / (before - start))
+    low, high = sorted((rate, expected))
     if low - LR_SLACK * high <= new <= high + LR_SLACK * high:
         return None
     return (
-        f"the learning rate is {new:.2e} right after the resume at step {seen.resumed_at}, it was "
+        f"the learning rate is {new:.2e} right after the resume at step {run.resumed_at}, it was "
         f"{rate:.2e} before"
     )
 
 
-def overfit(seen: Seen) -> str | None:
+def overfit(run: RunHistory) -> str | None:
     """Validation loss rises while train loss falls."""
-    if seen.above_best < OVERFIT_VALIDATIONS or seen.train_loss() >= seen.loss_at_best:
+    if run.above_best < OVERFIT_VALIDATIONS or run.train_loss() >= run.loss_at_best:
         return None
     return (
-        f"val loss is {seen.figures['val/loss']:.3f}, above its best of {seen.best:.3f} for "
-        f"{seen.above_best} validations, while train loss fell from {seen.loss_at_best:.3f} to "
-        f"{seen.train_loss():.3f}"
+        f"val loss is {run.metrics['val/loss']:.3f}, above its best of {run.best:.3f} for "
+        f"{run.above_best} validations, while train loss fell from {run.loss_at_best:.3f} to "
+        f"{run.train_loss():.3f}"
     )
 
 
-def low_mfu(seen: Seen) -> str | None:
+def low_mfu(run: RunHistory) -> str | None:
     """A model that could fill the device leaves most of it idle."""
-    small = seen.trainer.lightning_module.flops_per_token < SMALL_MODEL_FLOPS
-    if small or seen.trainer.strategy.root_device.type == "cpu" or len(seen.mfu) < RECENT:
+    small = run.trainer.lightning_module.flops_per_token < SMALL_MODEL_FLOPS
+    if small or run.trainer.strategy.root_device.type == "cpu" or len(run.mfu) < RECENT:
         return None
-    limit = LOW_MFU * (1 + EASE) if low_mfu in seen.active else LOW_MFU
-    median = statistics.median(seen.mfu)
+    limit = LOW_MFU * (1 + EASE) if low_mfu in run.active else LOW_MFU
+    median = statistics.median(run.mfu)
     if median >= limit:
         return None
     return f"MFU is {median:.1%}"
 
 
-def long_wait(seen: Seen) -> str | None:
+def long_wait(run: RunHistory) -> str | None:
     """Training waits for its batches."""
-    toy = seen.trainer.lightning_module.flops_per_token < TOY_MODEL_FLOPS
-    if toy or len(seen.data_wait) < RECENT:
+    toy = run.trainer.lightning_module.flops_per_token < TOY_MODEL_FLOPS
+    if toy or len(run.data_wait) < RECENT:
         return None
-    limit = LONG_WAIT * (1 - EASE) if long_wait in seen.active else LONG_WAIT
-    median = statistics.median(seen.data_wait)
+    limit = LONG_WAIT * (1 - EASE) if long_wait in run.active else LONG_WAIT
+    median = statistics.median(run.data_wait)
     if median <= limit:
         return None
     return f"{median:.0%} of the time goes by waiting for data"
 
 
-def norm_stuck(seen: Seen) -> str | None:
-    """The gradient is far above its clip value all along."""
-    norms, window = seen.norms()
-    return stuck(norms, seen.trainer.gradient_clip_val, window)
+def norm_stuck(run: RunHistory) -> str | None:
+    """A whole window of gradient norms is far above the clip value."""
+    norms, window = run.norms()
+    clip = run.trainer.gradient_clip_val
+    if not clip or len(norms) < window:
+        return None
+    if (median := statistics.median(norms)) <= NORM_STUCK * clip:
+        return None
+    return f"the gradient norm is {median:.3g} in the median of {window} steps, clipped to {clip:g}"
 
 
-def norm_jump(seen: Seen) -> str | None:
-    """The gradient grows out of all proportion."""
-    return jumped(seen.norms()[0])
+def norm_jump(run: RunHistory) -> str | None:
+    """A gradient norm is large, and far above those before it."""
+    norms, _ = run.norms()
+    for i in range(BASE_STEPS, len(norms)):
+        if norms[i] <= NORM_JUMP:
+            continue
+        if norms[i] > NORM_JUMP * (median := statistics.median(norms[:i])):
+            return f"the gradient norm jumped to {norms[i]:.3g} from a median of {median:.3g}"
+    return None
 
 
-def norm_zero(seen: Seen) -> str | None:
-    """The gradient is gone."""
-    return vanished(seen.norms()[0])
+def norm_zero(run: RunHistory) -> str | None:
+    """The gradient has all but vanished."""
+    newest = run.norms()[0][-BASE_STEPS:]
+    if len(newest) < BASE_STEPS or (median := statistics.median(newest)) >= NORM_ZERO:
+        return None
+    return f"the gradient norm is {median:.2g} in the median of {BASE_STEPS} steps"

@@ -1,4 +1,4 @@
-"""How fast a run trains, what share of the hardware it uses, and how long it has to go."""
+"""Throughput: tokens/s, MFU, data wait, time left, and peak memory."""
 
 import resource
 import sys
@@ -17,7 +17,7 @@ from lm.module import LMModule
 
 
 class Throughput(Callback):
-    """Tokens a second over training time alone, MFU, data wait, time left, and peak memory.
+    """Tokens per second of training time, MFU, data wait, time left, and peak memory.
 
     The first step after a start is left out (it compiles), and so are validation and saving.
     """
@@ -28,7 +28,7 @@ class Throughput(Callback):
         peak_tflops: float | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Say what the hardware could do at most.
+        """Set the peak of the hardware.
 
         Args:
             peak_tflops: Dense TFLOP/s of one device in the precision of the run. Unset: known by
@@ -80,7 +80,7 @@ class Throughput(Callback):
         if not at_step_edge(trainer, batch_idx):
             return
         if self._first_step is None:
-            run_dry(trainer)  # what is queued is not the work of later steps
+            synchronize(trainer)  # queued work does not belong to later steps
         now, waited = self._now(), trainer.datamodule.seconds_waited
         if self._first_step is None:
             self._first_step = (trainer.global_step, now)
@@ -99,9 +99,9 @@ class Throughput(Callback):
         self.pause(trainer)
 
     def pause(self, trainer: Trainer) -> None:
-        """Stop the clock until the next micro-batch, with the device's queue run dry."""
+        """Wait for the device, then stop the clock until the next micro-batch."""
         if self._mark is not None:
-            run_dry(trainer)
+            synchronize(trainer)
             self._count_to_now()
             self._mark = None
 
@@ -111,11 +111,11 @@ class Throughput(Callback):
             self._seconds += now - self._mark
             self._mark = now
 
-    def step_figures(self, trainer: Trainer) -> dict[str, float]:
-        """Figures since the last call, for the steps between two logs."""
-        # Progress has waited for the device by now: its queue belongs to the steps before.
+    def step_metrics(self, trainer: Trainer) -> dict[str, float]:
+        """Return metrics of the steps since the last call."""
+        # Progress has waited for the device already, so its queue is empty.
         self._count_to_now()
-        figures = memory(trainer.strategy.root_device)
+        metrics = memory(trainer.strategy.root_device)
         module = trainer.lightning_module
         source = trainer.datamodule
         targets = float(module.targets_seen)
@@ -124,21 +124,21 @@ class Throughput(Callback):
         self._counted = (trainer.global_step, targets)
         if self._steps and self._first_step is not None:
             rate = self._steps * source.tokens_per_step / self._seconds
-            figures["throughput/tokens_per_sec"] = rate
+            metrics["throughput/tokens_per_sec"] = rate
             if real < 1:
-                figures["throughput/targets_per_sec"] = rate * real
-            figures["throughput/data_wait"] = self._waited / self._seconds
+                metrics["throughput/targets_per_sec"] = rate * real
+            metrics["throughput/data_wait"] = self._waited / self._seconds
             flops = rate * module.flops_per_token
-            figures["throughput/tflops_per_sec"] = flops / 1e12
+            metrics["throughput/tflops_per_sec"] = flops / 1e12
             if self.peak is not None:
-                figures["throughput/mfu"] = mfu(flops, self.peak, trainer.world_size)
-                self._warn_once(figures["throughput/mfu"])
+                metrics["throughput/mfu"] = mfu(flops, self.peak, trainer.world_size)
+                self._warn_once(metrics["throughput/mfu"])
             step, start = self._first_step
-            # Validation and saving count here: they will come again.
-            a_step = (self._now() - start) / (trainer.global_step - step)
-            figures["time/eta_s"] = a_step * (trainer.max_steps - trainer.global_step)
+            # Validation and saving count here, because they recur.
+            per_step = (self._now() - start) / (trainer.global_step - step)
+            metrics["time/eta_s"] = per_step * (trainer.max_steps - trainer.global_step)
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0
-        return figures
+        return metrics
 
     def _warn_once(self, share: float) -> None:
         if share > 1 and not self._warned:
@@ -150,7 +150,7 @@ class Throughput(Callback):
 
 
 def mfu(flops_per_second: float, peak: float, devices: int) -> float:
-    """Share, 0 to 1, of the peak of all devices that the model's own arithmetic comes to.
+    """Return model FLOP/s as a share (0 to 1) of the peak of all devices.
 
     Source: PaLM, arXiv:2204.02311, section 4.1.
     """
@@ -158,7 +158,7 @@ def mfu(flops_per_second: float, peak: float, devices: int) -> float:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Most GiB ever held: allocated and reserved on a GPU, else resident in this process."""
+    """Return peak GiB: allocated and reserved on a GPU, else resident in this process."""
     if device.type == "cuda":
         return {
             "memory/peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
@@ -168,14 +168,14 @@ def memory(device: torch.device) -> dict[str, float]:
     return {"memory/peak_gib": peak / 2 ** (30 if sys.platform == "darwin" else 20)}
 
 
-def run_dry(trainer: Trainer) -> None:
-    """Wait for what a GPU has been asked to do."""
+def synchronize(trainer: Trainer) -> None:
+    """Wait for the work queued on a GPU."""
     if trainer.strategy.root_device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def pause_clock(trainer: Trainer) -> None:
-    """Count what follows, up to the next step, as no training time."""
+    """Exclude the time up to the next step from training time."""
     for callback in trainer.callbacks:
         if isinstance(callback, Throughput):
             callback.pause(trainer)

@@ -390,7 +390,7 @@ class LMDataModule(LightningDataModule):
             self._rows_crc += sum(zlib.crc32(row.numpy().tobytes()) for row in batch["input_ids"])
         return batch
 
-    def step_figures(self) -> dict[str, int]:
+    def step_metrics(self) -> dict[str, int]:
         """Sum of the CRC32 of each row that the step trained on, over all devices.
 
         Equal for any split of a global batch, and the trace by which two runs can be compared.

@@ -160,7 +160,7 @@ def test_trace_of_a_step_is_that_of_its_rows_whatever_the_split(
     for micro_step, batch in enumerate(data.train_dataloader(), 1):
         data.on_before_batch_transfer(batch, 0)
         if micro_step % accumulate == 0:
-            traces.append(data.step_figures()["data/rows_crc32"])
+            traces.append(data.step_metrics()["data/rows_crc32"])
     whole = open_data(windows_folder(401), StubTrainer(max_steps=2), micro_batch_size=6)
     rows = [batch["input_ids"] for batch in whole.train_dataloader()]
     assert traces == [sum(zlib.crc32(row.numpy().tobytes()) for row in step) for step in rows]

@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import Lightning, RunYaml
 
-from callbacks.grad_norm import GradNorm, jumped, part_of, stuck, vanished
+from callbacks.grad_norm import GradNorm, part_of
+from callbacks.symptoms import RunHistory, norm_jump, norm_stuck, norm_zero
 
 NAN, INF = math.nan, math.inf
 
@@ -44,7 +45,7 @@ class Run:
     def steps(self, *norms: float) -> dict[str, float]:
         for norm in norms:
             self.step(norm)
-        return self.monitor.step_figures(self.trainer)
+        return self.monitor.step_metrics(self.trainer)
 
 
 def rows(root: Path) -> list[dict[str, str]]:
@@ -75,7 +76,7 @@ def test_micro_batch_inside_a_step_does_not_count():
     run.trainer.accumulate_grad_batches = 3
     run.monitor.on_train_batch_end(run.trainer, run.module, None, None, 4)
     assert list(run.monitor.norms) == [2.0]
-    assert run.monitor.step_figures(run.trainer)["optim/clip_share"] == 1.0
+    assert run.monitor.step_metrics(run.trainer)["optim/clip_share"] == 1.0
 
 
 def test_norms_that_are_not_finite_do_not_count():
@@ -115,7 +116,7 @@ def test_norm_of_a_part_is_that_of_the_token_mean():
     run = Run(clip=None, per_layer_every_n_steps=4)
     run.trainer.global_step = 3
     run.step(2.0, scale=16.0)
-    assert run.monitor.step_figures(run.trainer) == {"grad_norm/norm": pytest.approx(2.0)}
+    assert run.monitor.step_metrics(run.trainer) == {"grad_norm/norm": pytest.approx(2.0)}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +153,13 @@ def test_squared_norms_of_the_parts_add_up(
 # Patterns
 
 
+def history(norms: list[float], clip: float | None = None, window: int = 100) -> RunHistory:
+    monitor, run = GradNorm(window=window), RunHistory()
+    monitor.norms.extend(norms)
+    run.trainer = SimpleNamespace(callbacks=[monitor], gradient_clip_val=clip)
+    return run
+
+
 @pytest.mark.parametrize(
     ("norms", "clip", "found"),
     [
@@ -164,7 +172,7 @@ def test_squared_norms_of_the_parts_add_up(
     ],
 )
 def test_stuck_is_a_window_far_above_the_clip_value(norms, clip, found):
-    assert (stuck(norms, clip, 100) is not None) == found
+    assert (norm_stuck(history(norms, clip)) is not None) == found
 
 
 @pytest.mark.parametrize(
@@ -180,7 +188,7 @@ def test_stuck_is_a_window_far_above_the_clip_value(norms, clip, found):
     ],
 )
 def test_jump_is_to_tens_and_far_above_the_norms_before(norms, found):
-    assert (jumped(norms) is not None) == found
+    assert (norm_jump(history(norms)) is not None) == found
 
 
 @pytest.mark.parametrize(
@@ -193,15 +201,19 @@ def test_jump_is_to_tens_and_far_above_the_norms_before(norms, found):
     ],
 )
 def test_vanished_is_near_zero_for_a_while(norms, found):
-    assert (vanished(norms) is not None) == found
+    assert (norm_zero(history(norms)) is not None) == found
 
 
 def test_patterns_are_told_with_numbers():
-    assert stuck([12.5] * 30, 0.5, 30) == (
+    assert norm_stuck(history([12.5] * 30, 0.5, 30)) == (
         "the gradient norm is 12.5 in the median of 30 steps, clipped to 0.5"
     )
-    assert jumped([0.5] * 20 + [80.0]) == "the gradient norm jumped to 80 from a median of 0.5"
-    assert vanished([2e-4] * 20) == "the gradient norm is 0.0002 in the median of 20 steps"
+    assert norm_jump(history([0.5] * 20 + [80.0])) == (
+        "the gradient norm jumped to 80 from a median of 0.5"
+    )
+    assert norm_zero(history([2e-4] * 20)) == (
+        "the gradient norm is 0.0002 in the median of 20 steps"
+    )
 
 
 # Settings

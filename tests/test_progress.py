@@ -7,10 +7,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from lightning.pytorch import Callback
 
-from callbacks.progress import Progress, console_line, duration, validation_line
+from callbacks.progress import (
+    Progress,
+    console_line,
+    duration,
+    refuse_old_name,
+    validation_line,
+)
 
-FIGURES = {
+METRICS = {
     "train/loss": 2.34567,
     "optim/lr": 3e-4,
     "optim/grad_norm": 0.98765,
@@ -44,7 +51,7 @@ class Recorder:
 class Stopwatch:
     """A callback with a figure of its own."""
 
-    def step_figures(self, trainer: Any) -> dict[str, float]:
+    def step_metrics(self, trainer: Any) -> dict[str, float]:
         return {"time/eta_s": 7.0}
 
 
@@ -62,7 +69,7 @@ def stand_in(**changes: Any) -> Any:
         "state": SimpleNamespace(fn="fit"),
         "default_root_dir": "runs/a",
         "fast_dev_run": 0,
-        "datamodule": SimpleNamespace(step_figures=lambda: {"data/rows_crc32": 77}),
+        "datamodule": SimpleNamespace(step_metrics=lambda: {"data/rows_crc32": 77}),
     }
     return SimpleNamespace(**values | changes)
 
@@ -78,11 +85,27 @@ def end_step(progress: Progress, trainer: Any, step: int, loss: float) -> None:
     progress.on_train_batch_end(trainer, module(loss), None, None, batch_idx)
 
 
+class OldStopwatch(Callback):
+    """A callback whose method for metrics has its old name."""
+
+    def step_figures(self, trainer: Any) -> dict[str, float]:
+        return {"time/eta_s": 7.0}
+
+
+def test_old_name_of_the_method_for_metrics_is_refused():
+    with pytest.raises(ValueError, match="OldStopwatch") as refusal:
+        refuse_old_name([OldStopwatch()])
+    assert str(refusal.value) == (
+        "trainer.callbacks has OldStopwatch with a method step_figures: the method for metrics is "
+        "step_metrics; rename it to step_metrics"
+    )
+
+
 # Lines
 
 
 def test_console_line_holds_the_figures_in_a_fixed_order():
-    assert console_line(40, 2000, FIGURES | {"val/loss": 2.5}) == (
+    assert console_line(40, 2000, METRICS | {"val/loss": 2.5}) == (
         "step   40/2000 · loss 2.3457 · val loss 2.5000 · lr 3.00e-04 · grad norm 0.988 · "
         "12,346 tokens/s · 1 h 05 min left"
     )

@@ -10,7 +10,7 @@ from conftest import Lightning, RunYaml, page
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from callbacks.drill.drill import compare
-from callbacks.samples import Samples
+from callbacks.samples import PromptSamples
 
 SAMPLES = {
     "samples.prompts": ["def alpha(", ""],
@@ -69,5 +69,5 @@ def test_compiled_run_samples_without_compiling_for_each_length(run_yaml: RunYam
 )
 def test_setting_out_of_range_is_refused(options: dict, text: str):
     with pytest.raises(ValueError, match="samples") as refusal:
-        Samples(**options)
+        PromptSamples(**options)
     assert str(refusal.value) == text

@@ -58,7 +58,7 @@ class Run:
         self.seconds += seconds
 
     def figures(self) -> dict[str, float]:
-        return self.throughput.step_figures(self.trainer)
+        return self.throughput.step_metrics(self.trainer)
 
 
 def test_tokens_per_second_is_tokens_of_the_steps_over_their_time():

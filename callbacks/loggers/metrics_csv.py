@@ -29,7 +29,7 @@ def resume_logs(trainer: Trainer) -> None:
 
 
 def save_logs(trainer: Trainer) -> None:
-    """Have the loggers put their figures on disk: what follows may rely on them."""
+    """Have the loggers put their metrics on disk: what follows may rely on them."""
     for logger in trainer.loggers:
         logger.save()
         if (flush := getattr(logger, "sync", None)) is not None:
@@ -65,7 +65,7 @@ class Table:
                 except ValueError as error:
                     self.fault = self.fault or f"line {reader.line_num}: {error}"
             # A kill tears the newest row, whose step is trained again. A row that looks whole
-            # and is older was left so by an editor, or its last figure is cut.
+            # and is older was left so by an editor, or its last metric is cut.
             for fields in csv.reader(torn) if self.columns else ():
                 with contextlib.suppress(ValueError):
                     if int(checked_row(fields, self.columns)["step"]) <= last:
@@ -110,9 +110,9 @@ def checked_row(fields: list[str], columns: list[str]) -> dict[str, str]:
 
 
 class MetricsCSV(Logger):
-    """Logger that merges all figures of a step into one row.
+    """Logger that merges all metrics of a step into one row.
 
-    A row is on disk once a later step is logged or `save` was called. A figure that appears for
+    A row is on disk once a later step is logged or `save` was called. A metric that appears for
     the first time adds a column, for which the file is rewritten. A file that another program
     changed is set aside where a line of it is no row, and its other rows go on in a new file.
     """

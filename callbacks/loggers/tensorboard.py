@@ -69,7 +69,7 @@ class SeamlessTensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def resume_at(self, step: int) -> None:
-        """Have the page drop all rows past a step; to be called before the first figure."""
+        """Have the page drop all rows past a step; to be called before the first metric."""
         # Step 0 has the page's own texts, which a start at step 0 writes again.
         self._purge_step = step + 1 if step else 0
         try:
@@ -89,7 +89,7 @@ class SeamlessTensorBoard(TensorBoardLogger):
         self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any
     ) -> None:
         """Show settings beside the validation loss, under HParams."""
-        # Lightning's own adds a made-up value to the curve of each figure it is given.
+        # Lightning's own adds a made-up value to the curve of each metric it is given.
         plain = self._sanitize_params(vars(params) if isinstance(params, Namespace) else params)
         writer = self.experiment._get_file_writer()
         for summary in hparams(plain, {"val/loss": 0.0}):

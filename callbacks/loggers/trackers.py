@@ -21,7 +21,7 @@ CHARACTERS = string.ascii_lowercase + string.digits
 
 @dataclass(frozen=True, kw_only=True)
 class Tracker:
-    """Where else figures go."""
+    """Where else metrics go."""
 
     name: Literal["wandb", "swanlab"] | None = None
     """Weights & Biases or SwanLab, each a package to install. Unset: none."""

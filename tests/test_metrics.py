@@ -1,13 +1,18 @@
-"""FIGURES.md names what a run logs."""
+"""Names that users see: METRICS.md describes each metric, public_names.txt lists all names."""
 
 import csv
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import yaml
 from conftest import Lightning, RunYaml, page
 
 ROOT = Path(__file__).resolve().parent.parent
-KEYS = re.findall(r"^\| `([\w/<>]+)` \|", (ROOT / "FIGURES.md").read_text("utf-8"), re.MULTILINE)
+KEYS = re.findall(r"^\| `([\w/<>]+)` \|", (ROOT / "METRICS.md").read_text("utf-8"), re.MULTILINE)
+# All metric names and configuration keys; a change here breaks configurations and scripts of users.
+NAMES = (ROOT / "tests/public_names.txt").read_text("utf-8").splitlines()
 # Of a GPU, of padding, of a mixture and of trouble, which this run has none of.
 ELSEWHERE = {"memory/reserved_gib", "throughput/targets_per_sec", "val/loss/<name>"}
 ELSEWHERE |= {"optim/skipped_steps", "optim/steps_without_targets"}
@@ -26,7 +31,7 @@ def by_part(keys: set[str]) -> set[str]:
     return {re.sub(r"^moe/load/\d+$", "moe/load/<i>", key) for key in keys}
 
 
-def test_every_figure_is_described_once_and_every_description_has_a_figure(
+def test_every_metric_is_described_once_and_every_description_has_a_metric(
     lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
 ):
     everything = {
@@ -41,3 +46,18 @@ def test_every_figure_is_described_once_and_every_description_has_a_figure(
     assert len(KEYS) == len(set(KEYS))
     assert columns == set(KEYS) - ELSEWHERE
     assert curves == columns - {"data/rows_crc32"}
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_names_that_users_see_are_unchanged(lightning: Lightning):
+    code, out, err = lightning("fit", "--config", ROOT / "configs/tiny.yaml", "--print_config")
+    assert code == 0, err
+    keys = [f"config {key}" for key in flatten(yaml.safe_load(out))]
+    assert sorted([f"metric {key}" for key in KEYS] + keys) == NAMES
