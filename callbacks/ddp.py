@@ -1,4 +1,4 @@
-"""What makes a run on several processes as repeatable as one on a single process."""
+"""Several processes: the same data on all ranks, and sums that a restart does not change."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from lm.module import LMModule
 
 
 class SameData(Callback):
-    """Compares what the processes of a run make of its data, before the first of them trains."""
+    """Compares the data of all processes before training."""
 
     def setup(self, trainer: Trainer, pl_module: LMModule, stage: str) -> None:
         ours = trainer

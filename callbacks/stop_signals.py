@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1, Ctrl-C and the end of max_time: one agreed stop between two steps."""
+"""Stop signals: SIGTERM, SIGUSR1, Ctrl-C and max_time end a run between two steps."""
 
 import os
 import signal
@@ -25,9 +25,9 @@ TIME_IS_UP = signal.SIGALRM
 
 
 def acts_in_validation(trainer: Trainer) -> str | None:
-    """Name of a callback that may hold other weights in place during a validation, or None.
+    """Return the name of a callback that may swap weights during a validation, or None.
 
-    Averages of weights do so. What is saved then would take them for the weights that are trained.
+    Weight averaging does so. A checkpoint written then would hold the averaged weights.
     """
     for callback in trainer.callbacks:
         watches = isinstance(callback, Checkpoint | ProgressBar | Throughput)
@@ -37,9 +37,9 @@ def acts_in_validation(trainer: Trainer) -> str | None:
 
 
 class StopSignals(Checkpoint):
-    """Finishes the step, saves, and leaves with the signal's exit code.
+    """Finishes the step, saves, and exits with the signal's exit code.
 
-    A second signal leaves at once. The end of `trainer.max_time` leaves with 0. A `Checkpoint`
+    A second signal exits at once. The end of `trainer.max_time` exits with 0. A `Checkpoint`
     by type, so that it runs after the one that saves.
     """
 
@@ -51,12 +51,12 @@ class StopSignals(Checkpoint):
         self._swaps: str | None = None  # what may hold other weights during a validation
 
     def on_fit_start(self, trainer: Trainer, pl_module: LMModule) -> None:
-        # Also where no step is left: a validation that is due may still be made up.
+        # Also if no step is left: an interrupted validation may still run.
         self._swaps = acts_in_validation(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         budget = trainer.max_seconds
-        # Of the whole start: who gives a time limit counts from its first moment too.
+        # From the start of the process, as a time limit of a scheduler counts.
         self._deadline = float("inf") if budget is None else self._stop.began + budget
         if under_torchrun() and "SLURM_JOB_ID" in os.environ:
             handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
@@ -74,8 +74,8 @@ class StopSignals(Checkpoint):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LMModule, optimizer: Any
     ) -> None:
-        # From here on there is something to save. Before, a signal leaves at once, for compiling
-        # may take longer than the grace before a SIGKILL.
+        # Before the first step nothing needs saving, so a signal exits at once: compiling may take
+        # longer than the time until a SIGKILL.
         self._stop.saves = True
 
     def _hold(self) -> None:
@@ -123,8 +123,8 @@ class StopSignals(Checkpoint):
         dataloader_idx: int = 0,
     ) -> None:
         self._release()
-        # A validation may take longer than the grace before a SIGKILL. What is saved here says
-        # that it is still due.
+        # A validation may take longer than the time until a SIGKILL. A checkpoint saved here
+        # records that the validation is still due.
         if trainer.state.fn == "fit" and self._swaps is None:
             self._leave_if_asked(trainer, by_the_clock=False)
 
@@ -134,7 +134,7 @@ class StopSignals(Checkpoint):
 
     def _leave_if_asked(self, trainer: Trainer, by_the_clock: bool = True) -> None:
         number = self._stop.received
-        # A validation longer than the budget would else begin anew at every start.
+        # Otherwise a validation longer than the budget would start again at every start.
         if not number and by_the_clock and self._now() >= self._deadline:
             number = TIME_IS_UP
         number = trainer.largest(number)
@@ -147,7 +147,7 @@ class StopSignals(Checkpoint):
                     raise RuntimeError(
                         f"stopped at step {trainer.global_step}, not saved: {failure}"
                     )
-        # No rank may leave while another still writes: who started it would end it.
+        # A rank that exits while another writes would make the launcher end the other.
         trainer.strategy.barrier()
         reason = "time is up" if number == TIME_IS_UP else signal.Signals(number).name
         announce(

@@ -1,4 +1,4 @@
-"""Weights alone, beside the checkpoints: for use while the run goes on, and after it."""
+"""Weights files and exported folders, beside the checkpoints."""
 
 import os
 from collections.abc import Callable
@@ -22,12 +22,12 @@ EXPORTS = "exports"
 
 
 class Weights(Callback):
-    """Leaves the run's weights in a file, a third of a checkpoint, and as a Hugging Face folder."""
+    """Writes weights-only files, a third of a checkpoint's size, and Hugging Face folders."""
 
     def __init__(
         self, *, save_at_end: bool = True, export_every_n_steps: int | None = None
     ) -> None:
-        """Say what is left in the run folder.
+        """Set up the weights files.
 
         Args:
             save_at_end: Write weights.safetensors when training ends: enough to sample, export,
@@ -43,7 +43,7 @@ class Weights(Callback):
         self.save_at_end, self.export_every_n_steps = save_at_end, export_every_n_steps
         self._trained = False
         self.export: Callable[[Path, Path], list[str]] | None = None
-        """Writes a folder of a weights-only file; set by who knows how."""
+        """Exports a weights-only file to a folder; set by the command line."""
 
     def setup(self, trainer: Trainer, pl_module: LMModule, stage: str) -> None:
         if self.export_every_n_steps is not None and self.export is None:
@@ -72,7 +72,7 @@ class Weights(Callback):
             self._export(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LMModule) -> None:
-        # Not in on_train_end, which a run that was killed after its last step never comes to.
+        # Not in on_train_end, which is not called in a run that was killed after its last step.
         if not self.save_at_end or not trainer.is_global_zero or is_dry_run(trainer):
             return
         root = Path(trainer.default_root_dir)
@@ -84,7 +84,7 @@ class Weights(Callback):
         try:
             with replaced(root / WEIGHTS) as file:
                 self._write(trainer, pl_module, file)
-        except Exception as error:  # the checkpoint is there all the same
+        except Exception as error:  # the checkpoint exists anyway
             announce(f"warning: {root / WEIGHTS} not written: {error}")
 
     def _write(self, trainer: Trainer, pl_module: LMModule, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""When a run is saved and what is kept."""
+"""Checkpoint callback: when to save, which checkpoints to keep, and what they hold."""
 
 import contextlib
 import functools
@@ -28,14 +28,14 @@ from lm.module import LMModule
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, without the path that an OSError names."""
+    """Return the message of an error, without the path of an OSError."""
     if isinstance(error, OSError) and error.errno is not None:
         return f"[Errno {error.errno}] {error.strerror}"
     return str(error)
 
 
 def newest(folder: Path) -> str:
-    """What a run would go on from, for the message that a save failed."""
+    """Return the newest checkpoint as text, for the message about a failed save."""
     for _, path in checkpoints(folder)[:1]:
         return f"the newest checkpoint is {path.name}"
     return "there is no checkpoint yet"
@@ -59,7 +59,7 @@ class AtomicCheckpoint(Checkpoint):
         keep_last: int = 3,
         keep_every: int | None = None,
     ) -> None:
-        """Say when to save and what to keep.
+        """Set up saving and retention.
 
         Args:
             every_n_steps: Optimizer steps between saves. The last step and each new best
@@ -110,11 +110,11 @@ class AtomicCheckpoint(Checkpoint):
     ) -> None:
         if not at_step_edge(trainer, batch_idx):
             return
-        # Of several processes the first alone knows; all end together at the next save.
+        # Only rank 0 knows; with several processes all end together at the next save.
         if self._diverged is not None and trainer.world_size == 1:
             raise self._diverged
         if validation_follows(trainer, batch_idx):
-            # Beginning to validate draws from them, and a validation cut short begins again.
+            # The start of a validation draws from them, and an interrupted validation starts again.
             self._states_before_validation = random_states()
             return
         if self._due(trainer):
@@ -144,7 +144,7 @@ class AtomicCheckpoint(Checkpoint):
             if self._saved_step != trainer.global_step:
                 self.save_now(trainer)
             elif trainer.is_global_zero:
-                # The copy, for an average may have taken the place of the weights since.
+                # The copy: an average of weights may have replaced the weights since.
                 writer(trainer).write_again(self._after_write(trainer, verify=True))
             failure = self.wait(trainer)
             diverged = trainer.strategy.broadcast(self._diverged)
@@ -154,7 +154,7 @@ class AtomicCheckpoint(Checkpoint):
             raise RuntimeError(f"the last checkpoint could not be written: {failure}")
 
     def make_up_validation(self, trainer: Trainer) -> None:
-        """Run the last validation of a run, where a signal cut it short."""
+        """Run the last validation of a run if a signal interrupted it."""
         last = trainer.global_step == trainer.max_steps
         if last and self._validation_due_at == trainer.max_steps and trainer.enable_validation:
             self._validation_due_at = -1
@@ -170,12 +170,12 @@ class AtomicCheckpoint(Checkpoint):
             return True
         if self.every_minutes is None:
             return False
-        # Clocks differ between ranks: the first one's holds for all.
+        # Clocks differ between ranks: rank 0 decides for all.
         over = trainer.is_global_zero and self._now() - self._saved_at >= 60 * self.every_minutes
         return bool(trainer.largest(int(over)))
 
     def save_now(self, trainer: Trainer, verify: bool = False) -> None:
-        """Begin to write the state of the step just finished, unless that was done already.
+        """Start to write the state of the step just finished, unless it is saved already.
 
         Returns when the state is copied; `wait` returns when it is on disk.
         """
@@ -186,7 +186,7 @@ class AtomicCheckpoint(Checkpoint):
             self.wait(trainer)
             if (diverged := trainer.strategy.broadcast(self._diverged)) is not None:
                 raise diverged
-        # Figures up to this step must not be lost with a kill or power failure after it.
+        # Metrics up to this step must survive a kill or power failure after it.
         save_logs(trainer)
         path = Path(trainer.default_root_dir, FOLDER, file_name(step))
         self._saved_step, self._saved_at = step, self._now()
@@ -195,7 +195,7 @@ class AtomicCheckpoint(Checkpoint):
             trainer.save_checkpoint(path)
         except (OSError, RuntimeError) as error:
             if is_lost(error):
-                raise  # no fault of the disk: another process is gone, and the run with it
+                raise  # not the disk: another process has ended, which ends the run
             self._saved_step = -1
             self._finish(path, verify, error)
             return
@@ -205,7 +205,7 @@ class AtomicCheckpoint(Checkpoint):
     def _after_write(
         self, trainer: Trainer, verify: bool
     ) -> Callable[[BaseException | None], None]:
-        """What is done after the write of the step just finished, with its error or None."""
+        """Return the callback for the end of the write in flight; it takes the error or None."""
         step = trainer.global_step
         in_row = trainer.lightning_module.skipped_in_row
         return functools.partial(
@@ -217,7 +217,7 @@ class AtomicCheckpoint(Checkpoint):
         )
 
     def wait(self, trainer: Trainer) -> str | None:
-        """Return when the write in flight is over, on all ranks, with its failure or None."""
+        """Wait for the write in flight, and return its failure or None on all ranks."""
         writer(trainer).wait()
         return trainer.strategy.broadcast(self._failure)
 
@@ -229,7 +229,7 @@ class AtomicCheckpoint(Checkpoint):
         best: float | None = None,
         sound_until: int | None = None,
     ) -> None:
-        """After a write: check it where asked, then drop what is not kept."""
+        """Verify a finished write if requested, then remove expired checkpoints."""
         if isinstance(error, NonFiniteError):
             # Raised at the next step edge, in the thread that trains.
             self._diverged = error
@@ -237,7 +237,7 @@ class AtomicCheckpoint(Checkpoint):
             fault = reason(error) if error else damage(path) if verify else None
         except OSError as unread:
             fault = reason(unread)
-        # A failed write costs the file and not the run; the last step's is tried once more.
+        # A failed write does not end the run; that of the last step is tried once more.
         before = self._failure
         self._failure = f"{path}: {fault}; {newest(path.parent)}" if fault else None
         if self._diverged:
@@ -253,7 +253,7 @@ class AtomicCheckpoint(Checkpoint):
             announce(f"warning: an older checkpoint could not be removed: {unkept}")
 
     def _retain(self, folder: Path, best: float | None, sound_until: int | None = None) -> None:
-        """Remove the files that are not kept.
+        """Remove expired checkpoints.
 
         Args:
             sound_until: Last step with a finite gradient, while updates are being skipped. The
@@ -261,7 +261,7 @@ class AtomicCheckpoint(Checkpoint):
         """
         held = checkpoints(folder)
         sound = [step for step, _ in held if sound_until is not None and step < sound_until][:1]
-        # The best before it stays until the best itself is on disk.
+        # The previous best stays until the new best is on disk.
         if best in [step for step, _ in held]:
             self._kept_best = best
         for place, (step, path) in enumerate(held):
@@ -278,7 +278,7 @@ class AtomicCheckpoint(Checkpoint):
             root, lr = Path(trainer.default_root_dir), pl_module.optim_config.lr
             exception.add_note(after_non_finite(root, exception.step, lr, self.every_n_steps))
 
-    # What a checkpoint holds beside Lightning's own
+    # State beside Lightning's own
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": dict(self.best)}
@@ -294,14 +294,14 @@ class AtomicCheckpoint(Checkpoint):
         checkpoint["random_states"] = states
         checkpoint["contract"] = contract(trainer)
         checkpoint["validation_due"] = self._validating
-        # All that other callbacks and plug-ins store is there by now.
+        # Other callbacks and plugins have stored their state by now.
         for key, value in checkpoint.items():
             checkpoint[key] = plain(value, key)
 
     # Resuming
 
     def check(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another run; announce what else changed.
+        """Refuse a checkpoint of another run; announce other changes.
 
         Raises:
             ValueError: the model, the data, their order or the seed differ; names every one.
@@ -315,7 +315,7 @@ class AtomicCheckpoint(Checkpoint):
         if trainer.state.fn != "fit":
             return
         step, due = checkpoint["global_step"], checkpoint.get("validation_due", False)
-        # With its validation the step's file is written again.
+        # After its validation the step's file is written again.
         self._saved_step, self._validation_due_at = (-1, step) if due else (step, -1)
         recount(trainer, checkpoint, due)
         why = forget_best(trainer, checkpoint) if trainer.is_global_zero else None
@@ -330,7 +330,7 @@ class AtomicCheckpoint(Checkpoint):
             self.best = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:
-        # A state that cannot be saved is refused now, not after the steps up to the first save.
+        # A state that cannot be saved is refused now, not at the first save.
         for callback in trainer.callbacks:
             plain(callback.state_dict(), f"callbacks.{callback.state_key}")
         # Only here is it certain that the run goes on: a start that is refused changes no file.

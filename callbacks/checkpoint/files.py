@@ -174,7 +174,7 @@ def refuse_model_folder(place: Path) -> None:
 
 
 def resolve(ckpt_path: str | None, root: Path, starts: bool = False) -> Path | None:
-    """What a run's `ckpt_path` stands for: a folder whose newest whole file is meant, or a file.
+    """Return the folder, meaning its newest intact file, or the file that `ckpt_path` stands for.
 
     Args:
         ckpt_path: `last`, `best`, a path, or None for a new run.
@@ -230,7 +230,7 @@ def resolve(ckpt_path: str | None, root: Path, starts: bool = False) -> Path | N
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Contents of a checkpoint on the CPU; nothing in the file is ever executed.
+    """Return the contents of a checkpoint on the CPU; no code in the file is executed.
 
     Raises:
         OSError: the system cannot read the file.
@@ -255,7 +255,7 @@ def _sound_one_beside(path: Path) -> str:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Contents of a whole file."""
+    """Return the contents of an intact file."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -274,7 +274,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of all tensors in nested plain containers."""
+    """Return the bytes of all tensors in nested containers."""
     if isinstance(value, Tensor):
         return value.nbytes
     if isinstance(value, dict):
@@ -283,7 +283,7 @@ def tensor_bytes(value: Any) -> int:
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
-    """Make the file appear whole under its final name, durably, or not at all.
+    """Write a checkpoint atomically and durably.
 
     Raises:
         NonFiniteError: a tensor of the run's own state holds NaN or infinity.

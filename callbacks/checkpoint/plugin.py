@@ -15,9 +15,9 @@ from callbacks.run.trainer import Trainer
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Lightning's way to the functions of checkpoint_files.py.
+    """CheckpointIO over the functions of callbacks/checkpoint/files.py.
 
-    A save holds up training for a copy; one thread writes it, and a next save waits for it.
+    A save blocks training for a copy; a thread writes it, and the next save waits for the thread.
     `last` is resolved here, on rank 0 alone.
     """
 
@@ -37,7 +37,7 @@ class AtomicCheckpointIO(CheckpointIO):
             self.wait()
             copy = self._copies.of(checkpoint)
         except (OSError, RuntimeError) as error:
-            # Told by `then`: raised here, it would leave the other ranks waiting at a barrier.
+            # Reported by `then`: raised here, it would leave the other ranks waiting at a barrier.
             self._job = Future()
             self._job.set_exception(error)
             return
@@ -45,19 +45,19 @@ class AtomicCheckpointIO(CheckpointIO):
         self._job = self._thread.submit(self._write)
 
     def write_again(self, finish: Callable[[BaseException | None], None]) -> None:
-        """Begin to write the last copy once more, for `then`; nothing where copying had failed."""
+        """Write the last copy once more, then call `finish`; do nothing if copying had failed."""
         if self._write is not None:
             self._job = self._thread.submit(self._write)
             self.then(finish)
 
     def then(self, finish: Callable[[BaseException | None], None]) -> None:
-        """Call with the error of the write in flight, or None, when it is over."""
+        """Call `finish` at the end of the write in flight, with its error or None."""
         write = self._job
         assert write is not None
         self._job = self._thread.submit(lambda: finish(write.exception()))
 
     def wait(self) -> None:
-        """Return when nothing is in flight; raises what it raised."""
+        """Wait for the job in flight, and raise its error."""
         job, self._job = self._job, None
         if job is not None:
             job.result()

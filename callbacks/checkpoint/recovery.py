@@ -1,4 +1,4 @@
-"""The command that goes on after a run has diverged."""
+"""Recovery: the command that continues after divergence."""
 
 import shlex
 from itertools import count
@@ -9,7 +9,7 @@ from lm.optim import lower_rate
 
 
 def after_non_finite(root: Path, step: int, lr: float, every_n_steps: int) -> str:
-    """A line with the command that goes on from before the trouble, at a lower rate.
+    """Return a line with the command that continues from an earlier checkpoint at a lower rate.
 
     Args:
         root: Folder of the run.

@@ -1,4 +1,4 @@
-"""Resume: what must be as in the checkpoint, what is announced, and positions in new units."""
+"""Resume: settings that must match the checkpoint, announced changes, positions in new units."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from callbacks.run.trainer import Trainer
 # A resumed run must agree in these and in what the datamodule refuses; other differences are
 # announced, and the new value holds.
 FIXED = ("model.config.", "seed_everything")
-# Of the model, but not of what it computes.
+# Settings of the model that do not change its results.
 FREE = ("model.config.activation_checkpointing",)
 # Losses on other data, or on more of it, cannot be compared.
 VALIDATION = "validation "
@@ -28,7 +28,7 @@ def refuse_other_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     fits = trainer.state.fn == "fit"
     data = trainer.datamodule
     if fits:
-        # First of all: the length of the run, and with it the schedule, rests on the position.
+        # First, because the length of the run, and so the schedule, depends on the position.
         data.load_state_dict(checkpoint[type(data).__qualname__])
     fixed = FIXED if fits else (*FIXED, "tokenizer fingerprint")
     old, new = checkpoint["contract"], contract(trainer)
@@ -51,12 +51,12 @@ def refuse_other_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def forget_best(trainer: Trainer, checkpoint: dict[str, Any]) -> str | None:
-    """Why the best validation loss of a checkpoint is not that of the run that goes on, or None."""
+    """Return why the best validation loss of a checkpoint no longer counts, or None."""
     if not (best := checkpoint["callbacks"]["AtomicCheckpoint"]["best"]):
         return None
     old, new = checkpoint["contract"], contract(trainer)
     keys = {key for key in old.keys() | new.keys() if key.startswith(VALIDATION)}
-    # Neither where the checkpoint is from before these entries, nor where nothing is validated.
+    # Older checkpoints lack these entries, and a run may validate nothing.
     both = [key for key in keys if old.get(key) and new.get(key)]
     was = f"the best validation loss was {best['loss']:.4f} at step {best['step']:.0f}"
     if any(old[key] != new[key] for key in both):
@@ -66,10 +66,10 @@ def forget_best(trainer: Trainer, checkpoint: dict[str, Any]) -> str | None:
 
 
 def recount(trainer: Trainer, checkpoint: dict[str, Any], due: bool) -> None:
-    """Put Lightning's counts of micro-batches into the units of this start.
+    """Convert Lightning's counts of micro-batches to the accumulation of this start.
 
     Args:
-        due: whether the validation of the checkpoint's step was cut short.
+        due: whether the validation of the checkpoint's step was interrupted.
     """
     step, loops = checkpoint["global_step"], checkpoint["loops"]["fit_loop"]
     # Lightning counts micro-batches: with another accumulate the same step is another count.
@@ -79,9 +79,9 @@ def recount(trainer: Trainer, checkpoint: dict[str, Any], due: bool) -> None:
     for counts in (progress["total"], progress["current"]):
         for name, count in counts.items():
             counts[name] = done + count - step * was
-    # The last batch of a run that was lengthened since is not the last any more.
+    # A run may have been lengthened since.
     progress["is_last_batch"] = False
-    # One micro-batch begun and not finished: Lightning's sign that a validation is due.
+    # Lightning runs a validation that has one micro-batch started and not completed.
     progress = loops["epoch_loop.val_loop.batch_progress"]
     cut_short = progress["current"]["completed"] if due else 0
     for counts in (progress["total"], progress["current"]):

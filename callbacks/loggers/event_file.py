@@ -49,26 +49,26 @@ class EventFile:
         return str(self.folder)
 
     def add_event(self, event: Any) -> None:
-        """Take an event, and write all that wait when the last write is some time ago."""
+        """Queue an event; write the queue if the last write is some seconds ago."""
         self._records.write(event.SerializeToString())
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.flush()
 
     def write(self, data: bytes) -> None:
-        """Take the bytes of a record, which are lost where too many wait."""
+        """Queue the bytes of a record; drop them if the queue is full."""
         if len(self._waiting) < MOST_BYTES:
             self._waiting += data
         else:
             self.lost += 1
 
     def flush(self) -> None:
-        """Write the events that wait; a failed write leaves them for the next."""
+        """Write the queue; after a failed write it stays for the next one."""
         self._flushed = time.monotonic()
         try:
             make_folder(self.folder)
             mode = "r+b" if self._size and self.path.exists() else "wb"
             with naming(self.path), self.path.open(mode) as file:
-                # Over half a record that an earlier write has left.
+                # Overwrites a partial record of a failed write.
                 start = file.seek(self._size if mode == "r+b" else 0)
                 file.write(self._waiting)
             # Known when the file is closed without an error.
@@ -79,14 +79,14 @@ class EventFile:
             self.told(error)
 
     def sync(self) -> None:
-        """Return when what was written outlives a power failure."""
+        """Make the written events durable."""
         try:
             sync(self.path)
         except OSError as error:
             self.told(error)
 
     def close(self) -> None:
-        """Write what waits; later events are written too."""
+        """Write the queue; later events are accepted too."""
         self.flush()
 
 

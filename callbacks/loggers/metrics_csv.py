@@ -22,14 +22,14 @@ MOST_ROWS = 50_000
 
 
 def resume_logs(trainer: Trainer) -> None:
-    """Have the loggers forget what lies past the step that the run goes on from."""
+    """Drop logged rows after the step that the run resumes from."""
     for logger in trainer.loggers:
         if (resume_at := getattr(logger, "resume_at", None)) is not None:
             resume_at(trainer.global_step)
 
 
 def save_logs(trainer: Trainer) -> None:
-    """Have the loggers put their metrics on disk: what follows may rely on them."""
+    """Write all logged metrics to disk durably."""
     for logger in trainer.loggers:
         logger.save()
         if (flush := getattr(logger, "sync", None)) is not None:
@@ -37,7 +37,7 @@ def save_logs(trainer: Trainer) -> None:
 
 
 class Table:
-    """Columns and rows of a metrics.csv, as far as they are what a run writes.
+    """Valid columns and rows of a metrics.csv.
 
     Args:
         text: content of the file.
@@ -47,7 +47,7 @@ class Table:
     def __init__(self, text: str, last: int) -> None:
         self.columns: list[str] = []
         self.fault: str | None = None
-        """The first line that is not what a run writes, and why; such lines are left out."""
+        """The first invalid line and why it is invalid; invalid lines are left out."""
         rows: dict[int, dict[str, str]] = {}
         # Spreadsheets begin UTF-8 with a mark.
         lines = list(io.StringIO(text.removeprefix("\ufeff"), newline=""))
@@ -78,10 +78,10 @@ class Table:
 
 
 def checked_header(fields: list[str]) -> list[str]:
-    """The columns that a first line names.
+    """Return the columns that a header names.
 
     Raises:
-        ValueError: no run writes such a line.
+        ValueError: the line is not a header of metrics.csv.
     """
     if "step" not in fields:
         raise ValueError(f"no column is called step in {','.join(fields)[:60]!r}")
@@ -91,10 +91,10 @@ def checked_header(fields: list[str]) -> list[str]:
 
 
 def checked_row(fields: list[str], columns: list[str]) -> dict[str, str]:
-    """The values of a line by column.
+    """Return the values of a line by column.
 
     Raises:
-        ValueError: no run writes such a line.
+        ValueError: the line is not a row of metrics.csv.
     """
     if len(fields) != len(columns):
         raise ValueError(f"{len(fields)} values for {len(columns)} columns")
@@ -212,7 +212,7 @@ class MetricsCSV(Logger):
         self._last = row["step"]
 
     def _load(self, last: int) -> None:
-        """Take over the rows up to a step from whatever is there."""
+        """Load the rows up to a step from an existing file."""
         text, table, fault = None, Table("", last), None
         try:
             if not self.path.is_file() and os.path.lexists(self.path):

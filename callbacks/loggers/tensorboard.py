@@ -35,7 +35,7 @@ LAYOUT = {
 
 
 class SeamlessTensorBoard(TensorBoardLogger):
-    """One event stream for the whole life of a run, without the rows that a kill left behind."""
+    """One event stream per run over all its starts, without rows of repeated steps."""
 
     def __init__(self, root: Path, plan: Callable[[], str] | None = None) -> None:
         super().__init__(root, name="", version="tensorboard", default_hp_metric=False)
@@ -69,7 +69,7 @@ class SeamlessTensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def resume_at(self, step: int) -> None:
-        """Have the page drop all rows past a step; to be called before the first metric."""
+        """Purge all rows after a step; call it before the first metric."""
         # Step 0 has the page's own texts, which a start at step 0 writes again.
         self._purge_step = step + 1 if step else 0
         try:
@@ -111,19 +111,19 @@ class SeamlessTensorBoard(TensorBoardLogger):
     @rank_zero_only
     def show_text(self, tag: str, text: str, step: int) -> None:
         """Show a text with its lines and indents, under Text."""
-        # Four spaces keep them.
+        # Markdown keeps lines that are indented by four spaces.
         lines = "\n".join(f"    {line}" for line in text.splitlines())
         self.experiment.add_text(tag, lines, step)
 
     @rank_zero_only
     def save(self) -> None:
-        """Put what was logged on disk: rows not flushed die with a kill."""
+        """Write logged events to disk: events in memory are lost with a kill."""
         if self._events is not None:
             self._events.flush()
 
     @rank_zero_only
     def sync(self) -> None:
-        """Return when the saved events outlive a power failure."""
+        """Make the saved events durable."""
         if self._events is not None and not self._fails:
             self._events.sync()
 

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write there, and what it says about itself."""
+"""Run folder: its lock, config.yaml, run.json and contract."""
 
 import contextlib
 import hashlib
@@ -56,13 +56,13 @@ def set_aside(path: Path) -> Path:
 
 
 def make_room(path: Path) -> None:
-    """Set aside what stands in the place of a file and is none."""
+    """Set aside anything but a file under the path of a file."""
     if os.path.lexists(path) and not path.is_file():
         announce(f"warning: {path} is no file: set aside as {set_aside(path)}")
 
 
 def leave(path: Path, text: str) -> None:
-    """Write a file that the run itself never needs: where that fails it costs a warning."""
+    """Write a file that the run does not need; a failure is only a warning."""
     try:
         make_room(path)
         replace_text(path, text)
@@ -71,7 +71,7 @@ def leave(path: Path, text: str) -> None:
 
 
 def filesystem_type(path: Path) -> str | None:
-    """Type of the file system that holds a path, or None where /proc does not tell."""
+    """Return the type of the file system that holds a path, or None without /proc."""
     try:
         mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -83,7 +83,7 @@ def filesystem_type(path: Path) -> str | None:
 
 
 def volatile_folder(root: Path) -> str | None:
-    """Why a run folder would not outlive the machine, or None."""
+    """Return why a run folder may be lost with the machine, or None."""
     if filesystem_type(root) == "tmpfs":
         return f"{root} is on a tmpfs: it is gone after a reboot"
     if any(root.resolve().is_relative_to(place) for place in ("/tmp", "/var/tmp")):
@@ -92,7 +92,7 @@ def volatile_folder(root: Path) -> str | None:
 
 
 def commit() -> str | None:
-    """Commit of the checkout this code runs from, marked when it has local changes."""
+    """Return the commit of this checkout, marked if it has local changes."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     here = Path(__file__).parent
     try:
@@ -103,30 +103,30 @@ def commit() -> str | None:
 
 
 class RunConfig(SaveConfigCallback):
-    """Leaves the resolved configuration of the latest start in the run folder."""
+    """Writes the resolved configuration of the latest start to the run folder."""
 
     def setup(self, trainer: Trainer, pl_module: LMModule, stage: str) -> None:
-        """Nothing yet: a start that is refused must not change the file."""
+        """Do nothing: a refused start must not change the file."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         if trainer.is_global_zero and not is_dry_run(trainer):
             self.save_config(trainer, pl_module, "fit")
 
     def save_config(self, trainer: Trainer, pl_module: LMModule, stage: str) -> None:
-        """Write config.yaml, whole or not at all."""
+        """Write config.yaml atomically."""
         text = self.parser.dump(self.config, skip_unset=False)
         leave(Path(trainer.default_root_dir) / "config.yaml", text)
 
 
 class RunRecord(Callback):
-    """Keeps run.json: versions, device, commit, data, and every start and resume."""
+    """Writes run.json: versions, commit, contract, and each start."""
 
     @rank_zero_only
     def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         if is_dry_run(trainer):
             return
         root = Path(trainer.default_root_dir)
-        with contextlib.suppress(OSError):  # to be told by the next lines
+        with contextlib.suppress(OSError):  # the next lines report it
             make_room(root / FILE)
             make_room(root / "run.json")
         if failed := keep_log(root):
@@ -153,13 +153,13 @@ class RunRecord(Callback):
         if tracked is not None:
             record[KEY] = tracked
         leave(path, json.dumps(record, indent=1) + "\n")
-        # So that the folder alone is enough to sample from.
+        # The folder alone is then enough to sample from.
         if (tokenizer := trainer.datamodule.tokenizer_path) is not None:
             leave(path.with_name("tokenizer.json"), tokenizer.read_text(encoding="utf-8"))
 
 
 def read_record(path: Path) -> tuple[list[Any], str | None]:
-    """Starts in a run.json and the tracker's name for the run; a damaged file is set aside."""
+    """Return the starts in run.json and the tracker's run id; set aside a damaged file."""
     try:
         record = json.loads(path.read_text(encoding="utf-8-sig"))
         starts, tracked = record["starts"], record.get(KEY)
@@ -178,7 +178,7 @@ def read_record(path: Path) -> tuple[list[Any], str | None]:
 
 
 def code_fingerprint() -> str:
-    """Hash of this code, so that nodes with other checkouts or local changes can tell."""
+    """Return a hash of this code, which detects nodes with another checkout."""
     home = Path(__file__).parents[2]
     files = [
         home / "cli.py",
@@ -191,7 +191,7 @@ def code_fingerprint() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what a run rests on; None where this code runs without being installed."""
+    """Return the versions of Python and of key packages; None if one is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -202,16 +202,16 @@ def versions() -> dict[str, str | None]:
 
 
 def device_name(device: torch.device) -> str:
-    """The make of a GPU, or what there is to say of another device."""
+    """Return the name of a GPU, or a description of another device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({platform.machine()}, {os.cpu_count()} cores)"
 
 
 def contract(trainer: Trainer) -> dict[str, Any]:
-    """What decides a run's numbers, under the configuration keys that set it.
+    """Return the settings that determine a run's numbers, by configuration key.
 
-    The module and the datamodule tell their own part by a `contract()` method.
+    The module and the datamodule contribute their part by a `contract()` method.
     """
     parts: dict[str, Any] = {}
     for source in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
