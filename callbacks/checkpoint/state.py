@@ -21,7 +21,7 @@ TYPE = "relight:type"
 
 
 class Stored(NamedTuple):
-    """How values of a type are stored as plain ones, and made again."""
+    """Conversion of values of one type to plain values and back."""
 
     type: type
     to_plain: Callable[[Any], Any]
@@ -73,7 +73,7 @@ STORED = {
 
 
 def plain(value: Any, place: str) -> Any:
-    """A value as tensors and types that `torch.load(weights_only=True)` reads.
+    """Return a value as tensors and types that `torch.load(weights_only=True)` reads.
 
     Args:
         place: name of the value, for errors.
@@ -108,7 +108,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether a value is no more than what is stored of it."""
+    """Whether the stored form of a value is complete."""
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "OV":
         return False  # records and objects
     if isinstance(value, defaultdict) and value.default_factory is not None:
@@ -117,7 +117,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _kind(value: dict[Any, Any]) -> Any:
-    """Type that a dict is stored as."""
+    """Return the type that a dict is stored as."""
     return OrderedDict if isinstance(value, OrderedDict) else dict
 
 
@@ -149,7 +149,7 @@ def _require_readable(value: Any, place: str) -> None:
 
 
 def original(value: Any) -> Any:
-    """The value that `plain` was given, with its types."""
+    """Return the value that was passed to `plain`, with its types."""
     if isinstance(value, dict):
         if TYPE in value:
             return STORED[value[TYPE]].from_plain(original(value["value"]))
@@ -169,7 +169,7 @@ class Copies:
         self._buffers: dict[tuple, Tensor] = {}
 
     def of(self, value: Any, *place: Any) -> Any:
-        """The value as it is now, on the CPU; the copy before it is overwritten."""
+        """Return a copy on the CPU, which overwrites the previous copy."""
         if isinstance(value, Tensor):
             buffer = self._buffers.get(place)
             if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
@@ -183,7 +183,7 @@ class Copies:
 
 
 def random_states() -> dict[str, Any]:
-    """States of the generators that users' own code may draw from, as plain types."""
+    """Return the states of the global random generators, as plain types."""
     numpy_state = cast(tuple, np.random.get_state())
     return {
         "python": random.getstate(),
@@ -194,7 +194,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Put back what `random_states` took."""
+    """Restore the result of `random_states`."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = states["numpy"]

@@ -1,4 +1,4 @@
-"""The console of a process, which may go away, and the log that holds the same lines."""
+"""Console output that survives a closed terminal, and console.log with the same lines."""
 
 import contextlib
 import os
@@ -24,13 +24,13 @@ class Log:
         self.error: OSError | None = None  # of the last write
 
     def write(self, text: str) -> None:
-        """Take text as it goes to the console; what overwrites a line of a terminal is left out."""
+        """Add console text, without lines that are updated in place."""
         if not text.startswith("\r"):
             *lines, self._open = (self._open + text).split("\n")
             self.add(*lines)
 
     def add(self, *lines: str) -> None:
-        """Take whole lines; blank ones are left out."""
+        """Add complete lines, without blank ones."""
         self._waiting += [line for line in lines if line.strip()]
         if self.path is None or not self._waiting:
             return
@@ -55,14 +55,14 @@ class Console:
         self.stream, self.log = stream, log
 
     def write(self, text: str) -> int:
-        """Write where possible; the length of the text."""
+        """Write if possible; return the length of the text."""
         self.log.write(text)
         with contextlib.suppress(OSError, ValueError):  # the latter where it is closed
             self.stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush where possible."""
+        """Flush if possible."""
         with contextlib.suppress(OSError, ValueError):
             self.stream.flush()
 
@@ -101,7 +101,7 @@ def open_standard_streams() -> None:
 
 
 def drop_unread(stream: TextIO) -> None:
-    """Flush a stream at the end; what nobody reads is dropped, or Python would complain of it."""
+    """Flush a stream at exit, and drop output that nobody reads: Python would report an error."""
     try:
         stream.flush()
     except (OSError, ValueError):

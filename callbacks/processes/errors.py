@@ -1,4 +1,4 @@
-"""Errors of a command: one line and an exit code where the cause is the user's or the machine's."""
+"""Errors of a command: one line and an exit code for causes outside this code."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ WORKER_LOST = (
 
 
 def report(error: Exception) -> int:
-    """Say what went wrong and return the exit code: 2 for a mistake of the user, else 1."""
+    """Print an error and return the exit code: 2 for a mistake of the user, else 1."""
     by_user = isinstance(error, ValueError) and raised_here(error)
     of_run = isinstance(error, OSError) or (isinstance(error, RuntimeError) and raised_here(error))
     # Lightning's word for a mistake in the Trainer's arguments; looked up without an import.

@@ -23,17 +23,17 @@ Kind = Literal["torchrun", "srun", "hand", "own"]
 
 @dataclass(frozen=True)
 class Launch:
-    """How the processes of a run come to be, as far as the environment tells."""
+    """How the processes of a run were started, read from environment variables."""
 
     kind: Kind
     """torchrun, srun, hand (LOCAL_RANK is set: a script, or a first process of ours, started each
     process), own (this process starts the others of its node)."""
     numbers: dict[str, int]
-    """The variables of launchers that are set."""
+    """Launcher variables that are set."""
 
     @property
     def rank(self) -> int | None:
-        """Rank of this process in the run; None where only the configuration tells."""
+        """Rank of this process in the run; None if only the configuration determines it."""
         get = self.numbers.get
         if self.kind == "hand" and get("NODE_RANK", get("GROUP_RANK", 0)):
             return get("RANK")
@@ -42,7 +42,7 @@ class Launch:
 
     @property
     def world_size(self) -> int | None:
-        """Number of processes that were started; None where only the configuration tells."""
+        """Number of started processes; None if only the configuration determines it."""
         names = {"torchrun": "WORLD_SIZE", "srun": "SLURM_NTASKS", "hand": "WORLD_SIZE"}
         return self.numbers.get(names.get(self.kind, ""))
 

@@ -1,4 +1,4 @@
-"""Ranks and the process that started them: neither goes on without the other."""
+"""Parent process: ranks end with the process that started them, and it ends with its ranks."""
 
 import os
 import signal
@@ -46,12 +46,12 @@ def is_agent(process: int) -> bool:
 
 
 def hand_over_id() -> None:
-    """Hand this process's id over to the ranks that it starts."""
+    """Pass the id of this process to the ranks that it starts."""
     os.environ[VARIABLE] = str(os.getpid())
 
 
 def lost_rank(ranks: list[subprocess.Popen]) -> tuple[str, int] | None:
-    """The rank that ended before its time, in words, and the exit code that follows from it."""
+    """Return a description of the rank that ended early, and the exit code to use."""
     for number, rank in enumerate(ranks, 1):
         code = rank.poll()
         if code is None or code == 0:

@@ -1,4 +1,4 @@
-"""Processes of one run: they meet before any work, agree on it, and report an error once."""
+"""Peers: the processes of a run meet and compare settings before any work; errors appear once."""
 
 import json
 import os
@@ -29,7 +29,7 @@ distributed: Any = torch.distributed
 
 
 class PeerError(RuntimeError):
-    """Another process of the run has failed; that one knows why."""
+    """Another process of the run has failed and reports the cause."""
 
 
 class Peers:
@@ -81,7 +81,7 @@ class Peers:
         self._patience = 0.0
 
     def gather(self, topic: str, mine: Any, limit: float) -> list[Any]:
-        """What each rank says on a topic, by rank; every rank must ask."""
+        """Return the value of each rank for a topic; a collective call."""
         store = self._store
         assert store is not None
         store.set(f"{topic}/{self.rank}", json.dumps(mine, default=str))
@@ -128,7 +128,7 @@ class Peers:
             )
 
     def decide(self, topic: str, choice: Any, limit: float) -> Any:
-        """What rank 0 has chosen."""
+        """Return the choice of rank 0."""
         return self.gather(topic, choice if self.rank == 0 else None, limit)[0]
 
     def agree_on_view(self, look: Callable[[], Any], what: str, limit: float) -> None:
@@ -158,7 +158,7 @@ class Peers:
         return f"{self.address}:{self.port}"
 
     def _connect(self, limit: float) -> None:
-        """Connect to the store that rank 0 serves; torchrun's store tells at which port."""
+        """Connect to the store of rank 0; torchrun's store holds its port."""
         served = None
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             served = self._open(self.port, serve=False)
@@ -214,7 +214,7 @@ class Peers:
         raise RuntimeError(f"no rank 0 at {self._place} for {limit:g} s ({error}); {self.hint}")
 
     def _own_address(self) -> str:
-        """Address of this node on the way to rank 0."""
+        """Return the address of this node on the route to rank 0."""
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((self.address, self.port))
             return probe.getsockname()[0]
@@ -232,7 +232,7 @@ class Peers:
             code: Exit code.
             lost: Whether the error only says that another process is gone.
         """
-        # Their watcher would end this process before the line is out.
+        # The watcher thread would end this process before the line is printed.
         ranks = list(self.children)
         self.children.clear()
         result: list[int] = []
@@ -284,7 +284,7 @@ class Peers:
                 self._say(f"error: {ended[0]}" if ended else self._own_text(text, True, silent))
             code = next(iter(causes.values()))[1] if causes else code
             store.set("said", json.dumps([list(texts), code]))
-            # Those that come later must not wait for a process that has left.
+            # Late processes must not wait for a process that has left.
             late = self._patience if self.rank == 0 else 0.0
             hearers = self.world_size if late else len(known)
             _wait(lambda: store.add("heard", 0) >= hearers - 1, max(late, GRACE))
@@ -347,13 +347,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def _short(text: str) -> str:
-    """An error of gloo without places in its source and jokes."""
+    """Return an error of gloo without source locations."""
     text = re.sub(r"^error: |\[[^\]]*\.(cc|cpp|h):\d+\] ", "", text)
     return text.partition(". This is typically")[0]
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error only says that another process is gone or silent."""
+    """Whether an error only reports that another process ended or does not answer."""
     if isinstance(error, PeerError | distributed.DistError):
         return True
     return isinstance(error, RuntimeError) and any(
@@ -384,7 +384,7 @@ def started_with_others() -> Peers | None:
 
 
 def hint(launch: Launch) -> str:
-    """What to do where some processes do not come."""
+    """Return advice for processes that do not arrive."""
     if launch.kind == "torchrun":
         return "start torchrun on the other nodes too, with the same rendezvous"
     if launch.kind == "srun":

@@ -1,4 +1,4 @@
-"""Stop requests: which signals ask a process to stop, and when it leaves at once."""
+"""Stop requests: signals that ask a process to stop, and exit codes."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
 REPEAT = 5.0
 # No launcher takes so long to pass on a Ctrl-C, and no person presses it twice so fast.
 REPEATED_INTERRUPT = 0.3
-# Seconds until a native call that does not return to Python counts as deaf to a signal.
+# Seconds until a native call that does not return to Python counts as blocking signals.
 DEAF = 1.0
 
 
@@ -36,12 +36,12 @@ def exit_codes() -> dict[signal.Signals, int]:
 
 
 def leave_now(number: int) -> None:
-    """End this process without any clean-up, with the exit code of a signal."""
+    """Exit without clean-up, with the exit code of a signal."""
     leave(exit_codes().get(signal.Signals(number), 128 + number))
 
 
 def leave(code: int) -> None:
-    """End this process with an exit code; that of SIGINT by dying of it."""
+    """Exit with a code; the code of SIGINT by the signal itself."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -104,7 +104,7 @@ class StopRequests:
         os.close(self._write)
 
     def code(self, number: int) -> int:
-        """Exit code of a signal."""
+        """Return the exit code of a signal."""
         return self._codes.get(signal.Signals(number), 0)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
