@@ -8,7 +8,7 @@ import pytest
 from conftest import Lightning, RunYaml
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-import cli
+from callbacks.commands.trained import load_trained
 from data.prepare.prepare import Settings, prepare_files
 from data.prepare.vocabulary import byte_tokenizer
 from data.text import continuation as module
@@ -105,14 +105,14 @@ def with_bos(lightning: Lightning, run_yaml: RunYaml, tmp_path: Path) -> Path:
 
 
 def test_texts_begin_with_the_bos_of_training(with_bos: Path):
-    assert cli.load_trained(str(with_bos), "cpu", None)[2] == [1]
+    assert load_trained(str(with_bos), "cpu", None)[2] == [1]
 
 
 def test_export_begins_texts_with_the_bos_too(lightning: Lightning, with_bos: Path, tmp_path: Path):
     code, out, err = lightning("export", "--ckpt_path", with_bos, "--output", tmp_path / "x")
     assert code == 0, err
     assert "gives the ids that the model was trained on, with the bos before each text" in out
-    assert cli.load_trained(str(tmp_path / "x"), "cpu", None)[2] == [1]
+    assert load_trained(str(tmp_path / "x"), "cpu", None)[2] == [1]
     assert Tokenizer.from_file(str(tmp_path / "x/tokenizer.json")).encode("red").ids[0] == 1
 
 
@@ -120,7 +120,7 @@ def test_documents_without_a_bos_are_begun_without(
     lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
 ):
     lightning("fit", "--config", run_yaml({"trainer.max_steps": 1}))
-    assert cli.load_trained(str(tmp_path / "run"), "cpu", None)[2] == []
+    assert load_trained(str(tmp_path / "run"), "cpu", None)[2] == []
 
 
 def test_tokenizer_without_the_bos_of_training_is_refused():

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+OTHERS = "All other options are those of lightning fit, --config first of all."
+"""End of the help of commands that take a run's configuration and options of their own."""
+
 # Numbers of an option, and what an error calls them.
 KINDS = {"integer": "a whole number", "finite": "a finite number"}
 

@@ -149,3 +149,7 @@ class StopRequests:
 
 # The wake-up pipe is inherited, and what another process receives is not for this one.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
+stop = StopRequests()
+"""The stop requests of this process: signals belong to the process as a whole."""

@@ -53,3 +53,16 @@ def device_type(accelerator: str) -> str:
         if torch.backends.mps.is_available():
             return "mps"
     return "cpu" if accelerator in ("auto", "gpu") else accelerator
+
+
+def count_devices(trainer: Any) -> int:
+    """Return the number of devices per node of a Trainer's settings.
+
+    auto and -1 mean all GPUs of this machine.
+    """
+    asked = trainer.devices
+    if isinstance(asked, list):
+        return len(asked)
+    if str(asked).isdecimal() and int(asked) > 0:
+        return int(asked)
+    return 1 if trainer.accelerator == "cpu" else max(1, torch.cuda.device_count())

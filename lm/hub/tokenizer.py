@@ -1,5 +1,6 @@
 """Tokenizer files of an export."""
 
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -26,7 +27,7 @@ class Tokens(Protocol):
         """Return the id of eos, bos or pad."""
         ...
 
-    @property
+    @cached_property
     def adds_bos(self) -> bool:
         """Whether the tokenizer's file adds the bos to each text."""
         ...

@@ -1,0 +1,1 @@
+"""Commands: options and work of each. Heavy imports stand in functions, so that help is fast."""
