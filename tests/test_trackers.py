@@ -96,7 +96,7 @@ def test_nobody_logged_in_is_one_line(
     def refuse(*_: Any) -> None:
         raise error("No API key configured. Use `wandb login` to log in.")
 
-    monkeypatch.setattr("callbacks.loggers.trackers.make_logger", refuse)
+    monkeypatch.setattr("callbacks.run.lightning_cli.make_logger", refuse)
     code, _, err = lightning("fit", "--config", run_yaml({"tracker.name": "wandb"}))
     assert code == 1
     assert "Traceback" not in err
@@ -146,7 +146,7 @@ def test_a_checkpoint_knows_the_name_where_run_json_is_lost(
     lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     logger = Fake()
-    monkeypatch.setattr("callbacks.loggers.trackers.make_logger", lambda *_: logger)
+    monkeypatch.setattr("callbacks.run.lightning_cli.make_logger", lambda *_: logger)
     code, _, err = lightning("fit", "--config", run_yaml({"tracker.name": "wandb"}))
     assert code == 0, err
     assert [step for step, metrics in logger.logged if "train/loss" in metrics] == [*range(1, 7)]
