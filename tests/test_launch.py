@@ -93,6 +93,22 @@ LEFTOVER = "(a leftover in this shell)"
             "MASTER_ADDR, MASTER_PORT, which that launcher sets too; unset the first (a leftover "
             "in this shell), or start by the launcher",
         ),
+        (
+            {"TORCHELASTIC_RUN_ID": "none", "RANK": "5", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+            | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            "RANK is 5, but WORLD_SIZE is 2: ranks are below their number, from 0 on; start by the "
+            "launcher, which sets both",
+        ),
+        (
+            SLURM | {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_LOCALID": "3"},
+            "SLURM_LOCALID is 3, but SLURM_NTASKS_PER_NODE is 2: ranks are below their number, "
+            "from 0 on; start by the launcher, which sets both",
+        ),
+        (
+            {"SLURM_JOB_ID": "abc"},
+            "the environment variable SLURM_JOB_ID is 'abc': it must be a whole number, as "
+            "launchers set it; unset SLURM_JOB_ID",
+        ),
         pytest.param(
             SLURM | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2"},
             f"SLURM_NTASKS is 2, but {ONE}; pass --trainer.devices 1 --trainer.num_nodes 2, or "

@@ -12,6 +12,8 @@ from typing import Literal
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "JSM_NAMESPACE_RANK")
 SLURM_RANKS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES")
+# What the ranks of SLURM are below.
+SLURM_SIZES = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES")
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 SET_NODE = "set NODE_RANK to the number of this node, from 0 on"
@@ -54,7 +56,7 @@ def read_launch() -> Launch:
         ValueError: a variable is no number, or one that its launcher always sets is missing.
     """
     found = {}
-    for name in (*RANKS, *SLURM_RANKS, *SIZES, *MPI_SIZES):
+    for name in (*RANKS, *SLURM_RANKS, *SIZES, *MPI_SIZES, "SLURM_JOB_ID"):
         text = os.environ.get(name)
         if text is not None and not text.isdecimal():
             raise ValueError(
@@ -66,6 +68,7 @@ def read_launch() -> Launch:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         _require(needed, "TORCHELASTIC_RUN_ID is set, as by torchrun")
+        _check_ranks(found, {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"})
         return Launch("torchrun", found)
     # In a shell of salloc or `srun --pty` SLURM has started one process, whatever it could start.
     step = os.environ.get("SLURM_STEP_ID")
@@ -84,6 +87,7 @@ def read_launch() -> Launch:
                 f"SLURM_NTASKS is {tasks} and SLURM_NTASKS_PER_NODE is not set: each node must run "
                 "as many tasks as trainer.devices; pass --ntasks-per-node instead of --ntasks"
             )
+        _check_ranks(found, dict(zip(SLURM_RANKS, SLURM_SIZES, strict=True)))
         return Launch("srun", found)
     return Launch("hand" if "LOCAL_RANK" in found else "own", found)
 
@@ -95,6 +99,15 @@ def _require(names: tuple[str, ...], why: str) -> None:
             f"{why}, but not {', '.join(missing)}, which that launcher sets too; unset the first "
             "(a leftover in this shell), or start by the launcher"
         )
+
+
+def _check_ranks(found: dict[str, int], sizes: dict[str, str]) -> None:
+    for name, size in sizes.items():
+        if name in found and size in found and found[name] >= found[size]:
+            raise ValueError(
+                f"{name} is {found[name]}, but {size} is {found[size]}: ranks are below their "
+                "number, from 0 on; start by the launcher, which sets both"
+            )
 
 
 def forget_launcher() -> None:
