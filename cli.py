@@ -6,6 +6,7 @@ Heavy imports stand inside the functions that need them: help and a mistyped com
 import atexit
 import difflib
 import io
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -34,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         return answer(argv)
     open_standard_streams()
     die_with_parent()
+    # Before torch is imported: each failed try to connect would print a page of C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     codes: list[int] = []
     # Before the libraries register theirs: so it comes after all other clean-up. What Python would
     # still do takes a second and more, which a stopped run may not have.

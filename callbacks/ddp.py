@@ -54,17 +54,39 @@ def check_port() -> None:
     """Refuse a MASTER_PORT that another program listens on; without one a free port is taken.
 
     Raises:
-        ValueError: the port is in use, or no port at all.
+        ValueError: the port is in use, or no port at all, MASTER_ADDR is empty, or
+            GLOO_SOCKET_IFNAME names no interface of this machine.
     """
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    known = [name for _, name in socket.if_nameindex()]
+    if interfaces and not set(interfaces.split(",")) <= set(known):
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME is {interfaces}: {socket.gethostname()} has the interfaces "
+            f"{', '.join(known)}; set it to one of them, or unset it"
+        )
+    if os.environ.get("MASTER_ADDR") == "":
+        raise ValueError(
+            "MASTER_ADDR is empty: it must be the name or address of the first node; set it, or "
+            "unset it for a run on one machine"
+        )
     asked = os.environ.get("MASTER_PORT")
-    # Who started several processes has taken it already, or the first of them has.
-    if asked is None or "LOCAL_RANK" in os.environ or os.environ.get("SLURM_PROCID", "0") != "0":
+    if asked is None:
+        return
+    if not (asked.isdecimal() and int(asked) < 2**16):
+        raise ValueError(
+            f"MASTER_PORT is {asked!r}: it must be a number below 65536, of a free port on the "
+            "first node; set it so, or unset it for a run on one machine"
+        )
+    # Who started several processes has taken it already, or the first of them has, perhaps on
+    # another node.
+    places = ("SLURM_PROCID", "NODE_RANK", "GROUP_RANK")
+    if "LOCAL_RANK" in os.environ or any(os.environ.get(name, "0") != "0" for name in places):
         return
     try:
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("", int(asked)))
-    except (OSError, ValueError, OverflowError) as error:
+    except OSError as error:
         raise ValueError(
             f"MASTER_PORT is {asked}, where the processes of this run cannot meet ({error}); unset "
             "it, and a free port is taken, or give another"

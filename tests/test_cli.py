@@ -255,21 +255,29 @@ def test_busy_port_is_refused_for_several_processes_before_any_work(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("port", "reason"),
-    [
-        ("soon", "invalid literal for int() with base 10: 'soon'"),
-        ("70000", "bind(): port must be 0-65535."),
-    ],
-)
-def test_port_that_is_none_is_refused(port: str, reason: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("port", ["soon", "70000", "-1", ""])
+@pytest.mark.parametrize("node", ["0", "1"])
+def test_port_that_is_none_is_refused(port: str, node: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MASTER_PORT", port)
+    monkeypatch.setenv("NODE_RANK", node)
     with pytest.raises(ValueError, match="MASTER_PORT") as refused:
         check_port()
     assert str(refused.value) == (
-        f"MASTER_PORT is {port}, where the processes of this run cannot meet ({reason}); unset "
-        "it, and a free port is taken, or give another"
+        f"MASTER_PORT is {port!r}: it must be a number below 65536, of a free port on the first "
+        "node; set it so, or unset it for a run on one machine"
     )
+
+
+def test_interface_that_this_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    with pytest.raises(ValueError, match=r"^GLOO_SOCKET_IFNAME is none0: .* lo.*; set it to one"):
+        check_port()
+
+
+def test_empty_address_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MASTER_ADDR", "")
+    with pytest.raises(ValueError, match=r"^MASTER_ADDR is empty: it must be .*; set it, or unset"):
+        check_port()
 
 
 @pytest.mark.parametrize("overrides", [{}, {"trainer.devices": "auto"}], ids=str)
@@ -295,7 +303,7 @@ def test_port_that_is_free_or_not_given_is_accepted(
     check_port()
 
 
-@pytest.mark.parametrize("variable", ["LOCAL_RANK", "SLURM_PROCID"])
+@pytest.mark.parametrize("variable", ["LOCAL_RANK", "SLURM_PROCID", "NODE_RANK", "GROUP_RANK"])
 def test_port_that_the_first_process_listens_on_is_no_mistake_of_the_second(
     variable: str, busy_port: str, monkeypatch: pytest.MonkeyPatch
 ):

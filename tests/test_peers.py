@@ -75,6 +75,18 @@ def test_first_rank_that_does_not_come_is_named():
         peers.meet(0.3, {})
 
 
+def test_program_that_listens_in_place_of_rank_0_is_named_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("callbacks.processes.peers.GRACE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        peers = Peers("127.0.0.1", port, 1, 2, "start it")
+        rule = f"cannot meet at 127.0.0.1:{port} .no answer for 1 s.; set"
+        with pytest.raises(RuntimeError, match=rule):
+            peers.meet(1, {})
+
+
 def test_second_process_of_a_rank_is_refused():
     port = free_port()
     first, second = (Peers("127.0.0.1", port, 0, 2, "start it") for _ in range(2))

@@ -18,9 +18,9 @@ from callbacks.processes.launch import Launch, read_launch
 from callbacks.processes.parent import lost_rank
 
 # Seconds: until a wait is announced, between its announcements, for others to tell their error
-# and for those that start late to hear of one, and for a network file system to show what another
-# node wrote.
-SILENCE, REPEAT, GRACE, LATE, STALE = 10.0, 60.0, 3.0, 30.0, 5.0
+# and for those that start late to hear of one, for a network file system to show what another
+# node wrote, and at most for what listens at the address of rank 0 to answer as a store does.
+SILENCE, REPEAT, GRACE, LATE, STALE, ANSWER = 10.0, 60.0, 3.0, 30.0, 5.0, 60.0
 
 # In torchrun's store, where rank 0 serves that of the run.
 PORT = "relight/port"
@@ -48,6 +48,7 @@ class Peers:
         self._store: Any = None
         # How long an error is held ready for processes that start late; none do after the limit.
         self._patience = LATE
+        self._unreachable = False
 
     def meet(self, limit: float, about: dict[str, Any]) -> None:
         """Wait for all processes and compare what they are about to run.
@@ -161,33 +162,55 @@ class Peers:
         """Connect to the store of rank 0; torchrun's store holds its port."""
         served = None
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            served = self._open(self.port, serve=False)
+            served = self._open(self.port, False, limit)
         if self.rank > 0:
-            store = self._open(self._wait_for_server(limit, served), serve=False)
+            store = self._open(self._wait_for_server(limit, served), False, limit)
         elif served is None:
-            store = self._open(self.port, serve=True)
+            store = self._open(self.port, True, limit)
         else:
-            store = self._open(0, serve=True)
+            store = self._open(0, True, limit)
             served.set(PORT, str(store.port))
         # Torch keeps its own names in the same store.
         self._store = distributed.PrefixStore("relight", store)
 
-    def _open(self, port: int, serve: bool) -> Any:
-        try:
-            return distributed.TCPStore(
-                self.address,
-                port,
-                self.world_size,
-                serve,
-                timedelta(seconds=60),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except distributed.DistError as error:
-            raise RuntimeError(
-                f"the processes of the run cannot meet at {self._place} ({_first_line(error)}); "
-                "set MASTER_ADDR to the first node and MASTER_PORT to a free port there"
-            ) from None
+    def _open(self, port: int, serve: bool, limit: float) -> Any:
+        patience = min(ANSWER, max(limit, GRACE))
+        found: list[Any] = []
+
+        def connect() -> None:
+            try:
+                store = distributed.TCPStore(
+                    self.address,
+                    port,
+                    self.world_size,
+                    serve,
+                    timedelta(seconds=patience),
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                )
+                found.append(store)
+            except distributed.DistError as error:
+                found.append(_first_line(error))
+
+        # In a thread: the store's own limit does not hold where another program listens, silently.
+        attempt = threading.Thread(target=connect, daemon=True)
+        attempt.start()
+        attempt.join(patience + GRACE)
+        if not found:
+            found.append(f"no answer for {patience:g} s")
+            try:
+                socket.getaddrinfo(self.address, port)
+            except OSError as error:
+                found[0] = f"{error} for {patience:g} s"
+        what = found[0]
+        if not isinstance(what, str):
+            return what
+        # The same place would only keep the error's report waiting.
+        self._unreachable = True
+        raise RuntimeError(
+            f"the processes of the run cannot meet at {self._place} ({what}); set MASTER_ADDR to "
+            "the first node and MASTER_PORT to a free port there"
+        )
 
     def _wait_for_server(self, limit: float, served: Any) -> int:
         """Port of rank 0, as soon as it listens: a client of the store would wait without a word.
@@ -235,6 +258,9 @@ class Peers:
         # The watcher thread would end this process before the line is printed.
         ranks = list(self.children)
         self.children.clear()
+        if self._unreachable:
+            self._say(self._own_text(text, lost, []))
+            return code
         result: list[int] = []
         # In a thread: where the network is cut, a call of the store returns after minutes.
         talk = threading.Thread(

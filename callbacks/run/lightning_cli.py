@@ -34,7 +34,7 @@ from callbacks.processes.parent import hand_over_id
 from callbacks.processes.stop_requests import stop
 from callbacks.progress import Progress
 from callbacks.run.devices import count_devices, device_type
-from callbacks.run.folder import RunConfig, RunRecord, code_fingerprint, commit, lock, versions
+from callbacks.run.folder import RunConfig, RunRecord, code_fingerprint, lock, versions
 from callbacks.run.starting_weights import read_start
 from callbacks.run.steps import is_dry_run
 from callbacks.run.trainer import Trainer
@@ -135,8 +135,10 @@ class RunCLI(LightningCLI):
         trainer = self.section("trainer")
         if device_type(trainer.accelerator) == "cpu":
             keep_freed_memory()
-        if self.command is not None and count_devices(trainer) > 1:
+        devices, runs = count_devices(trainer), self.command is not None
+        if runs and devices * trainer.num_nodes > 1:
             check_port()
+        if runs and devices > 1:
             hand_over_id()
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
@@ -176,7 +178,7 @@ class RunCLI(LightningCLI):
             facts.pop(key, None)
         installed = {f"version of {name}": known for name, known in versions().items()}
         del installed["version of python"]
-        return facts | installed | {"code": f"{code_fingerprint()} (commit {commit()})"}
+        return facts | installed | {"code": code_fingerprint()}
 
     def fit(self, model: LMModule, ckpt_path: str | None = None, **kwargs: Any) -> None:
         """Train from a checkpoint, from given weights, or from the beginning."""
