@@ -10,6 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
+
+# Ctrl-C during the imports below, or after the work, ends the program without a traceback.
+if (
+    Path(sys.argv[0]).stem in ("lightning", "relight", "cli")
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from callbacks.commands.drill import drill
 from callbacks.commands.evaluate import evaluate

@@ -179,7 +179,7 @@ def advice(error: BaseException, trainer: Trainer) -> str | None:
 
 
 class Health(Callback):
-    """Warns about symptoms of trouble, each once until it is gone, and adds advice to errors."""
+    """Warns of each symptom of trouble once, and adds advice to errors."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         """Set up the warnings.

@@ -22,7 +22,7 @@ EXPORTS = "exports"
 
 
 class Weights(Callback):
-    """Writes weights-only files, a third of a checkpoint's size, and Hugging Face folders."""
+    """Writes weights alone, a third of a checkpoint, and Hugging Face folders."""
 
     def __init__(
         self, *, save_at_end: bool = True, export_every_n_steps: int | None = None

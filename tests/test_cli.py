@@ -35,6 +35,16 @@ def test_help_lists_every_command_with_its_purpose(lightning: Lightning):
         assert f"  {name:<10}{(run.__doc__ or '').splitlines()[0]}" in out
 
 
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+def test_help_fits_a_terminal_of_80_columns(
+    lightning: Lightning, monkeypatch: pytest.MonkeyPatch, command: str
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = lightning(*command.split(), "--help")
+    assert code == 0
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+
+
 def test_no_command_is_a_mistake(lightning: Lightning):
     code, out, _ = lightning()
     assert code == 2
@@ -194,7 +204,7 @@ def test_whole_number_with_exponent_is_whole_on_the_command_line(text: str, plai
         ({"model.optim.warmup": 1.0}, ["warmup is 1.0", "below 1"]),
         ({"model.optim.warmup": 6}, ["warmup is 6", "max_steps is 6", "smaller"]),
         ({"data.epochs": 2}, ["given 2 times", "trainer.max_steps 6", "data.epochs 2"]),
-        ({"trainer.max_steps": ...}, ["given 0 times", "data.total_tokens"]),
+        ({"trainer.max_steps": ...}, ["is not given: give exactly one of", "data.total_tokens"]),
         ({"trainer.max_steps": 0}, ["max_steps is 0", "at least 1"]),
         ({"trainer.limit_train_batches": 4}, ["limit_train_batches", "max_steps"]),
         ({"trainer.strategy": "fsdp"}, ["fsdp", "ddp"]),

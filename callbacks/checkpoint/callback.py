@@ -49,7 +49,7 @@ def writer(trainer: Trainer) -> AtomicCheckpointIO:
 
 
 class AtomicCheckpoint(Checkpoint):
-    """Saves at step edges, keeps a bounded number of files, and checks what a run resumes from."""
+    """Saves and prunes checkpoints, and checks the one that a run resumes from."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from callbacks.config.options import OTHERS, LineParser, integer
 
 
 def drill(argv: list[str]) -> None:
-    """Prove on this machine that a run killed at the worst moments ends with the same bits."""
+    """Kill and resume a run, and check that its result is bit-identical."""
     parser = LineParser(drill, epilog=OTHERS)
     add = parser.add_argument
     add("--kills", type=integer, default=5, help="how often the run is killed")

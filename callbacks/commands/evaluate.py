@@ -17,7 +17,7 @@ from callbacks.config.options import LineParser, integer, local_path, nonempty
 
 
 def evaluate(argv: list[str]) -> None:
-    """Measure a trained model: bits per byte of texts, or tasks of lm-eval."""
+    """Measure a trained model by bits per byte, or by tasks of lm-eval."""
     parser = LineParser(evaluate)
     add = parser.add_argument
     add("--ckpt_path", required=True, type=local_path, help=TRAINED)

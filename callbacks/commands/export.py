@@ -7,7 +7,7 @@ from callbacks.config.options import LineParser, finite, local_path
 
 
 def export(argv: list[str]) -> None:
-    """Write a trained model as a Hugging Face folder, compared with it before it is there."""
+    """Write a trained model as a verified Hugging Face folder."""
     parser = LineParser(export)
     add = parser.add_argument
     add("--ckpt_path", required=True, type=local_path, help=TRAINED)

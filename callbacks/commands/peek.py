@@ -4,7 +4,7 @@ from callbacks.config.options import OTHERS, LineParser, integer
 
 
 def peek(argv: list[str]) -> None:
-    """Show samples as the model gets them: text, targets, padding, and where they come from."""
+    """Show samples as the model gets them: text, targets and padding."""
     parser = LineParser(peek, epilog=OTHERS)
     add = parser.add_argument
     add("--count", type=integer, default=3, help="how many samples (3)")

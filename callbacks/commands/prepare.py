@@ -11,7 +11,7 @@ OVERWRITE = "--overwrite"
 
 
 def prepare(argv: list[str]) -> None:
-    """Turn raw text into token files: given by --input, or the corpus of a run's configuration."""
+    """Turn raw text, or the corpus of a configuration, into token files."""
     if any(word.partition("=")[0] == "--input" for word in argv):
         return prepare_input(argv)
     if {"-h", "--help"} & {*argv}:
@@ -42,7 +42,7 @@ def input_parser() -> argparse.ArgumentParser:
     """Options of `prepare --input`."""
     parser = LineParser(
         prepare,
-        usage="lightning prepare --input FILE ... --output DIR [--tokenizer NAME] [--OPTION VALUE]"
+        usage="lightning prepare --input FILE ... --output DIR [--OPTION VALUE ...]"
         "\n       lightning prepare --config FILE [--KEY VALUE ...]",
         description="Turn text into token files. A killed call goes on when it is given again.",
         epilog="With --config, the corpus named by data.corpus is prepared at data.path; "

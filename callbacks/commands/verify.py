@@ -7,7 +7,7 @@ from callbacks.config.options import LineParser, local_path
 
 
 def verify(argv: list[str]) -> None:
-    """Say of each checkpoint of a run, and of its weights, whether they are whole."""
+    """Check that the checkpoints and weights of a run are intact."""
     parser = LineParser(verify)
     parser.add_argument(
         "--ckpt_path", required=True, type=local_path, help="run folder or checkpoint file"
