@@ -14,6 +14,8 @@ from callbacks.processes.launch import read_launch
 
 MOST_BYTES = 2**24
 
+OTHER_FORMATS = (".toml", ".ini", ".py")
+
 
 def config_words(argv: list[str]) -> list[tuple[int, int, str]]:
     """Return start, end and value of each --config of a command line.
@@ -71,6 +73,11 @@ def read_text(value: str, option: str = "--config") -> str:
     if value != "-" and not file.exists():
         way = "the shipped ones are in configs/" if option == "--config" else "name a file of keys"
         raise ValueError(f"{option} {value} does not exist; {way}")
+    if file.suffix in OTHER_FORMATS:
+        raise ValueError(
+            f"{option} {value} is a {file.suffix} file: YAML and JSON alone are read; write it as "
+            "YAML, one key: value a line, as in configs/"
+        )
     if file.is_dir():
         raise ValueError(f"{option} {value} is a folder; name the file inside it")
     if value == "-" or not file.is_file():
@@ -182,4 +189,6 @@ def fault(error: yaml.YAMLError) -> str:
         said.append(
             "YAML takes no tabs: indent by spaces, and quote texts that begin with @, ` or %"
         )
+    elif "document" in " ".join(said):
+        said.append(form)
     return "; ".join(said)

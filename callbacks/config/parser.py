@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser
 
 from callbacks.config.options import whole_number
-from callbacks.config.values import Keys
+from callbacks.config.values import Keys, members, rule
 
 # Keys by the names that other trainers have for them.
 ALIASES = {
@@ -126,14 +126,11 @@ def keys_of(parser: LightningArgumentParser) -> Keys:
     }
 
 
-def hinted(message: str, keys: Iterable[str]) -> str:
+def hinted(message: str, keys: Keys) -> str:
     """The parser's message in short, with the nearest key where one is unknown."""
     message = message.removeprefix('Parser key "config": ')
-    union = re.search(
-        r'key "([\w.]+)".*Subtypes: \[(.*?)\] Errors: (.*) Given value type.*', message
-    )
-    if union:
-        return of_class(union[1], union[2], union[3], message.rpartition("Given value: ")[2])
+    if "Does not validate against any of the Union" in message:
+        return of_class(message, keys)
     match = re.search(r"does not accept option '([\w.-]+)'|[oO]ption '([\w.-]+)' is not", message)
     match = match or re.search(r"[uU]nrecognized arguments: --?(\w[\w.-]*)", message)
     if loose := re.search(r"[uU]nrecognized arguments: ([^-\s]\S*)", message):
@@ -142,7 +139,6 @@ def hinted(message: str, keys: Iterable[str]) -> str:
         return re.sub(r'^Parser key "([\w.]+)": ', r"\1: ", message)
     key = next(group for group in match.groups() if group)
     last = key.rsplit(".", 1)[-1]
-    keys = list(keys)
     ends = {known: known.rsplit(".", 1)[-1] for known in keys}
     last = last if last in ends.values() else last.lower()
     homes = [known for known, end in ends.items() if end == last]
@@ -183,14 +179,51 @@ def not_an_option(word: str, keys: Iterable[str]) -> str:
     return f"{word} is not an option; write --KEY VALUE, with quotes around a value with spaces"
 
 
-def of_class(key: str, kinds: str, errors: str, value: str) -> str:
-    """Return what is wrong with a value that names a class and its arguments."""
+def of_class(message: str, keys: Keys) -> str:
+    """Return what is wrong with a value that names a class and its arguments, or is in none.
+
+    At the making of the classes the parser names no key, only its type.
+    """
+    form = r".*?Subtypes: \[(.*?)\] Errors: (.*) Given value type: .*?Given value: (.*)"
+    kinds, errors, value = re.findall(form, message)[0]
+    named = re.match(r'Parser key "([\w.]+)"', message)
+    typed = [key for key, hint in keys.items() if str([*members(hint)]) == f"[{kinds}]"]
+    key = named[1] if named else (typed or ["the configuration"])[0]
+    if part := re.search(
+        r'Parser key "([\w.]+)": Does not .*?Given value: (.*?)( Given| - |$)', errors
+    ):
+        subtypes = re.findall(r"Subtypes: \[(.*?)\] Errors:", errors)[-1]
+        return f"{key}: {part[1]} is {part[2]}: it must be {in_words(subtypes)}"
     part = re.search(r'Parser key "([\w.]+)": Expected an? (.*?)\. Got value: (.*?) - ', errors)
     if part:
-        kind = re.sub(r"<class '(\w+)'>", r"\1", part[2])
+        kind = in_words(part[2])
         quotes = "; write a text that looks like a number in quotes" if kind == "str" else ""
         return f"{key}: {part[1]} is {part[3]}: it must be {kind}{quotes}"
+    shows = f"--{key}.help CLASS shows all"
     if unknown := re.search(r"Option '([\w.]+)' is not accepted", errors):
-        return f"{key}: {unknown[1]} is not an argument of this class; --{key}.help CLASS shows all"
-    names = dict.fromkeys(re.findall(r"\.([A-Z]\w+)'?[>\],]", kinds + ","))
-    return f"{key} is {value}: it must be the class path of a {' or '.join(names)}"
+        return f"{key}: {unknown[1]} is not an argument of this class; {shows}"
+    classes = re.findall(r"class_path'?[=:] ?'([\w.]+)'", value)
+    shown = ", ".join(classes) or value
+    if missing := re.search(r"arguments are required: ([\w, ]+?) - ", f"{errors} - "):
+        return f"{key} is {shown}: it needs {missing[1]}; give that below init_args ({shows})"
+    if package := re.search(r"Requirement '(.*?)' not met", errors):
+        return f"{key} is {shown}: it needs {package[1]}; pip install '{package[1]}'"
+    if part := re.search(
+        r"given class_path '([\w.]+)': (No module named .*?|module .*?) - ", errors
+    ):
+        return f"{key} is {part[1]}: {part[2]}; check its spelling, or install its package"
+    # What the class itself says of its arguments.
+    said = [part for part in re.split(r"(?:^| )- ", errors) if part and not NO_REASON.match(part)]
+    if said and classes:
+        return f"{key} is {shown}: {said[0]}"
+    return f"{key} is {shown}: it must be {rule(keys.get(key))}"
+
+
+NO_REASON = re.compile(r"Expected an? |Not an? |Not of |a class path |a dict |Import path|Problem ")
+
+
+def in_words(kinds: str) -> str:
+    """Return types that the parser names, in words."""
+    kinds = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", kinds).replace("NoneType", "null")
+    kinds = re.sub(r"(?:typing\.)?Literal\[(.*?)\]", r"one of \1", kinds).replace("'", "")
+    return kinds.replace("timedelta", "a duration such as 0:30:00").replace(", null", " or null")

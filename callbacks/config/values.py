@@ -9,6 +9,7 @@ import math
 import os
 import re
 import types
+from datetime import timedelta
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
@@ -384,10 +385,27 @@ def _fits_one(value: Any, hint: Any) -> bool:
 def rule(hint: Any) -> str:
     """Return what a value of a type must be, in words."""
     literals = any(get_origin(each) is Literal for each in members(hint))
-    # trainer.precision: 16 is one of its words too.
+    # trainer.precision: 16 is one of its words too. A duration is written as a text.
     found = [each for each in members(hint) if not (literals and each is int)]
-    words = [_rule_of_one(each) for each in found]
+    found = [each for each in found if not (each is str and timedelta in found)]
+    classes = [each for each in found if is_class(each)]
+    lists = [each for each in found if {*members(*get_args(each)[:1] or (0,))} <= {*classes}]
+    words = [_rule_of_one(each) for each in found if each not in classes + lists]
+    words = ["a short name" if classes and word == "a text" else word for word in words]
+    if classes:
+        names = " or ".join(each.__name__ for each in classes)
+        words.insert(0, f"the class path of a {names}" + (" or a list of them" if lists else ""))
     return " or ".join(dict.fromkeys(words))
+
+
+def is_class(hint: Any) -> bool:
+    """Whether a type is a class that a configuration names by its class path."""
+    return (
+        isinstance(hint, type)
+        and not get_origin(hint)
+        and not is_plain(hint)
+        and (hint is not timedelta)
+    )
 
 
 def _rule_of_one(hint: Any) -> str:
@@ -414,4 +432,4 @@ def _rule_of_one(hint: Any) -> str:
         case origin:
             if isinstance(origin, type) and issubclass(origin, int):
                 return origin.__doc__ or "a whole number (int)"
-            return f"a {getattr(origin, '__name__', origin)} by its class path"
+            return "a duration as DD:HH:MM:SS" if origin is timedelta else f"a {origin}"

@@ -5,6 +5,7 @@ import sys
 import traceback
 from opcode import opmap
 from pathlib import Path
+from types import TracebackType
 
 HOME = Path(__file__).resolve().parents[2]
 PARTS = ("cli.py", "callbacks", "data", "lm")
@@ -20,6 +21,8 @@ def report(error: Exception) -> int:
     of_run = isinstance(error, OSError) or (isinstance(error, RuntimeError) and raised_here(error))
     # Lightning's word for a mistake in the Trainer's arguments; looked up without an import.
     by_user = by_user or type(error).__name__ == "MisconfigurationException"
+    # EarlyStopping of a metric that is not logged, DeviceStatsMonitor without psutil.
+    by_user = by_user or raised_by(error, "lightning.pytorch.callbacks")
     # What a callback knows to do about an error of PyTorch's, whose own text runs to pages.
     notes = getattr(error, "__notes__", [])
     if type(error).__module__.partition(".")[0] in ("wandb", "swanlab"):
@@ -44,11 +47,27 @@ def report(error: Exception) -> int:
     return code
 
 
-def raised_here(error: Exception) -> bool:
-    """Whether a `raise` of our own code made the error, rather than something that it called."""
+def raised_by(error: Exception, package: str) -> bool:
+    """Whether a `raise` in a module of a package made the error."""
+    place = last_frame(error)
+    if place is None or not f"{place.tb_frame.f_globals.get('__name__')}.".startswith(
+        f"{package}."
+    ):
+        return False
+    return place.tb_frame.f_code.co_code[place.tb_lasti] == opmap["RAISE_VARARGS"]
+
+
+def last_frame(error: Exception) -> TracebackType | None:
+    """Return the place that an error was raised at."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
+    return place
+
+
+def raised_here(error: Exception) -> bool:
+    """Whether a `raise` of our own code made the error, rather than something that it called."""
+    place = last_frame(error)
     if place is None:
         return False
     code = place.tb_frame.f_code

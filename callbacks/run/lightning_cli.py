@@ -21,7 +21,7 @@ from callbacks.checkpoint.files import resolve
 from callbacks.commands.plan import run_plan
 from callbacks.commands.trained import export_weights
 from callbacks.config.files import read_arguments, read_pipes
-from callbacks.config.parser import RunParser, keys_of
+from callbacks.config.parser import RunParser, hinted, keys_of
 from callbacks.config.values import dump_yaml, load_yaml
 from callbacks.ddp import RestartInvariantDDP, SameData, check_port
 from callbacks.drill.kill_points import VARIABLE, Moments, reach
@@ -99,10 +99,12 @@ class RunCLI(LightningCLI):
             *("Seed", int, [(">=", 0), ("<", 2**32)]),
             docstring="a whole number (int) from 0 to 4294967295",
         )
-        words = "Of initial weights, data order and dropout."
+        words = "Of initial weights, data order and dropout; 0 to 4294967295."
         parser.add_argument("--seed_everything", type=seed, default=1337, help=words)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        # argparse's own would name all keys, twice a screen.
+        parser.usage = f"lightning {self.command or 'prepare'} [--config FILE] [--KEY VALUE ...]"
         parser.add_lightning_class_args(AtomicCheckpoint, "checkpoint")
         parser.add_class_arguments(Throughput, "throughput", skip={"now"})
         parser.callback_keys.append("throughput")
@@ -129,7 +131,8 @@ class RunCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (TypeError, ValueError) as error:
-            raise ValueError(str(error)) from error
+            message = " ".join(str(error).split())
+            raise ValueError(hinted(message, RunParser.keys)) from error
 
     def before_instantiate_classes(self) -> None:
         trainer = self.section("trainer")
@@ -227,7 +230,10 @@ def parse_run(argv: list[str]) -> RunCLI:
 
 
 def set_up_libraries() -> None:
-    """Set the YAML rules of jsonargparse, and silence warnings that a user cannot act on."""
+    """Set the rules of jsonargparse, and silence warnings that a user cannot act on."""
+    # jsonargparse has variables of its own: keys are given by files and options alone.
+    for name in [name for name in os.environ if name.startswith("JSONARGPARSE_")]:
+        del os.environ[name]
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     jsonargparse.set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
     jsonargparse.set_dumper("yaml", dump_yaml)

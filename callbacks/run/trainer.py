@@ -59,7 +59,7 @@ def file_listing(place: Path) -> list[Any]:
 
 
 class Trainer(LightningTrainer):
-    """Lightning's Trainer over one endless epoch, with every interval in optimizer steps."""
+    """Lightning's Trainer over one endless epoch, intervals in optimizer steps."""
 
     # Lightning sets these without declaring them, or declares a wider type.
     callbacks: list[Callback]
@@ -141,7 +141,8 @@ class Trainer(LightningTrainer):
             plugins: Plugins of Lightning, by class path.
         """
         # By an index: jsonargparse would take the type of an argument from kwargs.get.
-        arguments = {"num_nodes": 1, "devices": "auto"} | kwargs | locals()
+        others = {"num_nodes": 1, "devices": "auto", "profiler": None, "min_steps": None}
+        arguments = others | kwargs | locals()
         check_arguments(arguments)
         check_devices(accelerator, arguments["devices"])
         check_peer_timeout(peer_timeout)

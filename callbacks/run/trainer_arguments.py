@@ -6,12 +6,14 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 
 from callbacks.run.devices import ACCELERATORS, is_devices
 
 # Strategies that split the model between devices and save it in ways of their own.
 SHARDED = ("fsdp", "deepspeed", "modelparallel", "xla")
+PROFILERS = ("simple", "advanced", "pytorch")
 STRATEGIES = ("auto", *StrategyRegistry.available_strategies())
 
 # Argument, check, and the rule that the error message gives.
@@ -100,6 +102,22 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: not isinstance(value, str) or value in STRATEGIES,
         "it must be auto, ddp, or a class, written as class_path: DDPStrategy",
     ),
+    (
+        "plugins",
+        lambda value: (
+            not any(
+                isinstance(each, Precision)
+                for each in (value if isinstance(value, list) else [value])
+            )
+        ),
+        "the precision is that of trainer.precision; leave the plugin out",
+    ),
+    (
+        "profiler",
+        lambda value: not isinstance(value, str) or value.lower() in PROFILERS,
+        f"it must be one of {', '.join(PROFILERS)}, null, or the class path of a Profiler",
+    ),
+    ("min_steps", lambda value: value is None or value >= 0, "it must be 0 or more; leave it out"),
     *(
         (name, lambda value: value >= 1, "it must be at least 1")
         for name in ("accumulate_grad_batches", "val_check_interval", "log_every_n_steps")
@@ -116,7 +134,14 @@ def check_arguments(arguments: dict[str, Any]) -> None:
     """
     for name, allowed, rule in RULES:
         if not allowed(arguments[name]):
-            raise ValueError(f"trainer.{name} is {arguments[name]}: {rule}")
+            raise ValueError(f"trainer.{name} is {in_short(arguments[name])}: {rule}")
+
+
+def in_short(value: Any) -> str:
+    """Return a value as an error shows it: an object by the name of its class."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(in_short, value))}]"
+    return type(value).__name__ if type(value).__repr__ is object.__repr__ else str(value)
 
 
 def seconds_of(max_time: str | timedelta | dict[str, int] | None) -> float | None:
