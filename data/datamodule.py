@@ -40,7 +40,7 @@ NOT_OF_A_MIXTURE = {
 
 
 class LMDataModule(LightningDataModule):
-    """Samples of token files as batches of `input_ids` and `labels`, both (B, seq_len + 1).
+    """Batches of `input_ids` and `labels`, both (B, seq_len + 1), of token files.
 
     A label is the id at its own position, or -100 where nothing is to be learned: the module
     shifts. Which samples a step trains on depends on data, seed and step alone.
@@ -292,8 +292,8 @@ class LMDataModule(LightningDataModule):
             return
         if len(given) != 1:
             raise ValueError(
-                f"the length of the run is given {len(given)} times"
-                + (f" ({', '.join(given)})" if given else "")
+                "the length of the run is "
+                + (f"given {len(given)} times ({', '.join(given)})" if given else "not given")
                 + f": give exactly one of {', '.join(lengths)}"
             )
         if self._given_steps != -1:

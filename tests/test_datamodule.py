@@ -203,7 +203,7 @@ def test_forty_five_micro_batches_at_accumulate_eight_are_six_updates(windows_fo
 @pytest.mark.parametrize(
     ("trainer", "options", "part"),
     [
-        ({"max_steps": -1}, {}, "is given 0 times: give exactly one of"),
+        ({"max_steps": -1}, {}, "is not given: give exactly one of"),
         ({}, {"epochs": 1.0}, "given 2 times (trainer.max_steps 3, data.epochs 1.0)"),
         ({"max_steps": -1}, {"epochs": 1.0, "windows": "random"}, "random windows have no epochs"),
         ({"max_steps": -5}, {}, "trainer.max_steps is -5: must be at least 1"),

@@ -196,13 +196,18 @@ def resolve(ckpt_path: str | None, root: Path, starts: bool = False) -> Path | N
             )
         return None
     if ckpt_path not in ("last", "best"):
-        if not Path(ckpt_path).exists():
-            raise ValueError(
-                f"ckpt_path {ckpt_path} does not exist; give last, best, a run folder or a file"
-            )
-        if not checkpoints(Path(ckpt_path)):
-            refuse_weights_alone(Path(ckpt_path))
-            refuse_model_folder(Path(ckpt_path))
+        asked, way = Path(ckpt_path), "give last, best, a run folder or a file"
+        if not asked.exists():
+            own = [str(file) for _, file in held if file.name in (asked.name, f"{asked.name}.ckpt")]
+            way = f"give {own[0]}" if own else way
+            raise ValueError(f"ckpt_path {ckpt_path} does not exist; {way}")
+        if not checkpoints(asked):
+            refuse_weights_alone(asked)
+            refuse_model_folder(asked)
+            if asked.is_dir():
+                raise ValueError(f"ckpt_path {ckpt_path} holds no checkpoint (step-….ckpt); {way}")
+            if asked.suffix != ".ckpt" and not (asked.is_file() and zipfile.is_zipfile(asked)):
+                raise ValueError(f"ckpt_path {ckpt_path} is no checkpoint; {way}")
         place = Path(ckpt_path).resolve()
         if starts and held and root.resolve() not in (place, *place.parents):
             raise ValueError(

@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -31,8 +31,11 @@ from lm.module import LMModule
 PACKAGES = ("relight", "torch", "lightning", "numpy", "tokenizers")
 
 
-def lock(root: Path) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def lock(root: Path) -> Iterator[None]:
     """Hold the run folder for this process, on all nodes that see it.
+
+    A start that writes nothing leaves no empty folder behind.
 
     Raises:
         ValueError: another process holds it.
@@ -44,7 +47,20 @@ def lock(root: Path) -> AbstractContextManager[None]:
             "stop that one or give another trainer.default_root_dir"
         )
 
-    return held(root, refuse, announce)
+    made = [each for each in (root, *root.parents) if not each.exists()]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(
+            f"trainer.default_root_dir is {root}: {error.filename} is no folder; give another"
+        ) from None
+    try:
+        with held(root, refuse, announce):
+            yield
+    finally:
+        with contextlib.suppress(OSError):  # it is not empty
+            for folder in made:
+                folder.rmdir()
 
 
 def set_aside(path: Path) -> Path:
