@@ -190,16 +190,6 @@ def test_uint32_ids_cut_by_two_bytes_are_not_read_as_uint16(tmp_path, largest, d
         read(path, dtype, vocab_size=largest)
 
 
-@pytest.mark.parametrize("dtype", [None, "uint32"])
-def test_ids_of_64_bits_are_refused(tmp_path, dtype):
-    path = raw(tmp_path / "train.bin", counting(200), "<i8")
-    with refused(
-        f"{path} looks like 64-bit ids (every second uint32 is 0) but is read as uint32: save it "
-        "anew by np.fromfile('train.bin', '<i8').astype('<u4').tofile(...)"
-    ):
-        read(path, dtype)
-
-
 def test_unknown_type_is_refused_with_the_allowed_names(tmp_path):
     with refused("data.dtype is 'uint23': must be one of uint16, uint32"):
         read(raw(tmp_path / "train.bin", counting(200)), "uint23")
@@ -322,8 +312,28 @@ def test_bytes_after_an_array_are_refused(tmp_path):
 
 def test_pickled_objects_are_refused_and_not_run(tmp_path):
     np.save(tmp_path / "train.npy", np.array([{}, []], dtype=object), allow_pickle=True)
-    with refused(f"{tmp_path / 'train.npy'} is no whole .npy file ("):
+    with refused(
+        f"{tmp_path / 'train.npy'} holds Python objects: token ids are whole numbers; save it as "
+        "np.uint16 or np.uint32"
+    ):
         read(tmp_path)
+
+
+def test_npy_of_olmo_has_no_header_and_is_read_by_another_name(tmp_path):
+    path = raw(tmp_path / "part-0-train.npy", counting(200))
+    with refused(
+        f"{path} does not begin with the header of a .npy file: copy it again if it is damaged; "
+        "name it .bin if it holds nothing but ids, as OLMo writes them"
+    ):
+        read(path)
+    assert read(path.rename(path.with_suffix(".bin"))) == counting(200).tolist()
+
+
+def test_npz_named_npy_is_refused(tmp_path):
+    np.savez(tmp_path / "train.npz", counting(200))
+    path = (tmp_path / "train.npz").rename(tmp_path / "train.npy")
+    with refused(f"{path} is a zip archive, or what torch.save or np.savez wrote by its content"):
+        read(path)
 
 
 def test_array_under_another_ending_is_known_by_its_begin(tmp_path):

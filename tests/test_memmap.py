@@ -14,6 +14,7 @@ from data.tokens.memmap import (
     check_token_range,
     content_fingerprint,
     open_token_file,
+    zero_ids,
 )
 
 
@@ -110,6 +111,21 @@ def test_largest_id_is_scanned_once(tmp_path):
     known = json.loads(cache.read_text(encoding="utf-8"))
     cache.write_text(json.dumps(known | {"max_id": 48}), encoding="utf-8")
     assert check_token_range(open_token_file(path), 50) == 48
+
+
+def test_zeros_in_long_runs_are_counted_once(tmp_path):
+    ids = np.concatenate([np.ones(5000), np.zeros(10_000), np.ones(9)])
+    file = open_token_file(_file(tmp_path, ids))
+    assert (zero_ids(file), zero_ids(file), check_token_range(file, 50)) == (4096, 4096, 1)
+
+
+def test_cache_of_an_older_version_tells_of_no_zeros(tmp_path):
+    file, cache = open_token_file(_cycle(tmp_path, 200, 50)), tmp_path / "t.bin.max_id.json"
+    check_token_range(file, 50)
+    content = json.loads(cache.read_text(encoding="utf-8"))
+    del content["zeros"]
+    cache.write_text(json.dumps(content), encoding="utf-8")
+    assert zero_ids(file) == 0
 
 
 @pytest.mark.parametrize("known", [None, "49", 49.0, -1, True, 1e400])

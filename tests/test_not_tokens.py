@@ -60,6 +60,13 @@ KINDS: dict[str, tuple[Callable[[], bytes], str]] = {
     "pickle": (lambda: pickle.dumps([1] * 50), "a pickle"),
     "pickle of numpy": (lambda: pickle.dumps(np.arange(80), protocol=2), "a pickle"),
     "safetensors": (lambda: save({"a": torch.ones(9)}), "a safetensors file"),
+    "Arrow stream": (lambda: b"\xff" * 4 + bytes(range(200)), "an Arrow stream"),
+    "SQLite": (lambda: b"SQLite format 3\0" + bytes(range(200)), "an SQLite database"),
+    "Megatron index": (lambda: b"MMIDIDX\0\0" + bytes(200), "an index of Megatron"),
+    "Git LFS": (
+        lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        "a pointer of Git LFS",
+    ),
     "model of llm.c": (
         lambda: np.array([20240326, 5, *[0] * 254], "<i4").tobytes(),
         "a model of llm.c",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.text.tokenizer import TextTokenizer
-from data.tokens.memmap import DTYPES, TokenStream, content_fingerprint, open_token_file
+from data.tokens.memmap import DTYPES, TokenFile, TokenStream, content_fingerprint
 
 FORMAT = 2
 FILES = ("train.bin", "train.docs.npy", "val.bin", "val.docs.npy", "tokenizer.json", "meta.json")
@@ -23,12 +23,26 @@ TOKEN_FILE = re.compile(r"(train|val)(-\d{5})?\.bin(\.max_id\.json)?")
 META_KEYS = {"format", "dtype", "byte_order", "vocab_size", "special_ids", "token_bytes"}
 META_KEYS |= {"tokenizer_fingerprint", "corpus", "train", "val"}
 SPLIT_KEYS = {"files", "tokens", "documents", "bytes", "fingerprint"}
-AGAIN = "prepare the data again by lightning prepare --overwrite"
+AGAIN = "prepare the data again by lightning prepare as before, with --overwrite"
 
 
 def is_output(name: str) -> bool:
     """Whether a file of this name in a prepared folder is one that prepare writes."""
     return name in FILES or TOKEN_FILE.fullmatch(name) is not None
+
+
+def lost_meta(folder: Path) -> str | None:
+    """Return why the files that prepare made in a folder have no usable `meta.json`.
+
+    None where it is usable, or where prepare did not make the files.
+    """
+    if not all((folder / name).is_file() for name in (*FILES[1:4:2], FILES[4])):
+        return None
+    try:
+        load_meta(folder)
+    except ValueError as error:
+        return str(error).removesuffix(f": {AGAIN}")
+    return None
 
 
 def split_fingerprint(paths: Sequence[Path]) -> str:
@@ -95,10 +109,10 @@ def check_files(folder: Path, meta: dict[str, Any]) -> dict[str, TokenStream]:
     for split in ("train", "val"):
         expected = meta[split]
         paths = [folder / name for name in expected["files"]]
-        # Opening says what is wrong with junk.
-        streams[split] = TokenStream([open_token_file(path, meta["dtype"]) for path in paths])
+        dtype = DTYPES[meta["dtype"]]
+        streams[split] = TokenStream([TokenFile(path, dtype) for path in paths])
         named = " + ".join(map(str, paths))
-        n_bytes = expected["tokens"] * DTYPES[meta["dtype"]].itemsize
+        n_bytes = expected["tokens"] * dtype.itemsize
         if (found := sum(path.stat().st_size for path in paths)) != n_bytes:
             raise ValueError(
                 f"{named} has {found} bytes, meta.json says {n_bytes} "

@@ -13,10 +13,10 @@ from data.tokens.memmap import (
     LLM_C_MAGICS,
     TokenFile,
     TokenStream,
-    looks_wide,
     open_token_file,
 )
 from data.tokens.not_tokens import refuse_other_kinds
+from data.tokens.number_types import looks_narrow, prove_dtype, read_blocks
 
 SUFFIXES = (".bin", ".npy")
 WORDS = {"train": {"train", "training"}, "val": {"val", "valid", "validation"}}
@@ -26,8 +26,6 @@ HEADER_BYTES = 1024
 NPY_MAGIC = b"\x93NUMPY"
 # llm.c writes 7 for Llama 3, and 1 was written with that magic too.
 LLM_C_VERSIONS = {20240520: (1,), 20240801: (7, 1)}
-# Of a file without a header, to tell its type.
-HEAD_BYTES = 1 << 21
 
 
 def is_foreign(path: str) -> bool:
@@ -102,9 +100,14 @@ def open_files(
     silent = [path for paths in files.values() for path in paths if _kind(path) == "raw"]
     for path in silent:
         refuse_other_kinds(path)
-    proved = dtype if dtype or not silent else _prove_dtype(silent, vocab_size)
+    proved = prove_dtype(silent, vocab_size)
+    if silent and not (dtype or proved):
+        raise ValueError(
+            f"{silent[0]} does not tell its type, and its content fits uint16 and uint32: say "
+            "which by data.dtype"
+        )
     return {
-        split: TokenStream([_open(path, dtype, proved, vocab_size) for path in paths])
+        split: TokenStream([_open(path, dtype, dtype or proved, vocab_size) for path in paths])
         for split, paths in files.items()
         if paths
     }
@@ -159,10 +162,8 @@ def _open(path: Path, given: str | None, proved: str | None, vocab_size: int) ->
 
 
 def _open_raw(path: Path, dtype: str, vocab_size: int) -> TokenFile:
-    file = open_token_file(path, dtype)
-    head = _head(path, HEAD_BYTES)
-    narrow, wide = np.frombuffer(head, "<u2"), np.frombuffer(head[: len(head) // 4 * 4], "<u4")
-    if dtype == "uint32" and (wide >= vocab_size).any() and (narrow < vocab_size).all():
+    file = open_token_file(path, dtype, vocab_size)
+    if dtype == "uint32" and looks_narrow(read_blocks(path), vocab_size):
         raise ValueError(
             f"{path} looks like uint16 (all ids are below vocab_size {vocab_size}) but is read as "
             "uint32, which has larger ones: set data.dtype uint16"
@@ -200,9 +201,20 @@ def _open_npy(path: Path) -> TokenFile:
     n_bytes = path.stat().st_size
     if n_bytes == 0:
         raise ValueError(f"{path} is empty (0 tokens): write it again or leave it out")
+    if not NPY_MAGIC.startswith(_head(path, len(NPY_MAGIC))):
+        refuse_other_kinds(path)
+        raise ValueError(
+            f"{path} does not begin with the header of a .npy file: copy it again if it is "
+            "damaged; name it .bin if it holds nothing but ids, as OLMo writes them"
+        )
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
+        if "Python objects" in str(error):
+            raise ValueError(
+                f"{path} holds Python objects: token ids are whole numbers; save it as np.uint16 "
+                "or np.uint32"
+            ) from error
         raise ValueError(
             f"{path} is no whole .npy file ({error}): truncated or damaged; copy it again"
         ) from error
@@ -225,25 +237,3 @@ def _open_npy(path: Path) -> TokenFile:
             "tokens: damaged; copy it again"
         )
     return file
-
-
-def _prove_dtype(paths: Sequence[Path], vocab_size: int) -> str:
-    """The one type that files without a header can be of, by their content.
-
-    uint16 where the other would give ids that the model does not have, uint32 where every second
-    uint16 is 0.
-
-    Raises:
-        ValueError: where both can be.
-    """
-    if any((size := path.stat().st_size) % 4 or size == 0 for path in paths):
-        return "uint16"  # or refused when it is opened
-    heads = [_head(path, HEAD_BYTES) for path in (paths[0], paths[-1])]
-    if all(looks_wide(head, 2) for head in heads):
-        return "uint32"
-    if any((np.frombuffer(head, "<u4") >= vocab_size).any() for head in heads):
-        return "uint16"
-    raise ValueError(
-        f"{paths[0]} does not tell its type, and its content fits uint16 and uint32: say which by "
-        "data.dtype"
-    )

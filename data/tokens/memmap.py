@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int, Integer
 
 from data.system.atomic import replace_text
+from data.tokens.number_types import MOST_IDS, looks_wide, read_blocks, refuse_other_types
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 """Types of a file without a header, by the name that configs and `meta.json` use."""
@@ -21,12 +22,12 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 LLM_C_MAGICS = {20240520: "uint16", 20240801: "uint32"}
 
 BLOCK_BYTES, N_BLOCKS = 4096, 64
-# Ids that a scan takes at once, and enough of them to tell a file's type.
+# Ids that a scan takes at once.
 CHUNK = 1 << 20
-# Fewer may be so by chance.
-MIN_PAIRS = 16
-# Upper halves of uint32 ids stay below it: no vocabulary has 4 million ids.
-SMALL_HALF = 64
+# Zeros in a row that are counted as a hole.
+RUN = 1 << 12
+# Fewer ids may all be 0 in a toy file.
+LEAST_ZEROS = 1024
 # Each mapped file holds a file descriptor, and 1024 is all that many systems give a process.
 MOST_MAPPED = 256
 
@@ -92,15 +93,16 @@ class TokenStream:
         return self.__dict__ | {"_mapped": {}}
 
 
-def open_token_file(path: Path, dtype: str = "uint16") -> TokenFile:
+def open_token_file(path: Path, dtype: str = "uint16", vocab_size: int = MOST_IDS) -> TokenFile:
     """Open a file of little-endian ids without a header after a look at what would read as junk.
 
     Args:
         dtype: name in `DTYPES`.
+        vocab_size: ids of the model.
 
     Raises:
         ValueError: for an unknown dtype, or a file that is missing, empty, cut short, written by
-            llm.c with its header, or of wider ids than named.
+            llm.c with its header, or of another type than named.
     """
     if dtype not in DTYPES:
         raise ValueError(f"{path}: dtype is {dtype!r}: must be one of {', '.join(DTYPES)}")
@@ -109,30 +111,24 @@ def open_token_file(path: Path, dtype: str = "uint16") -> TokenFile:
     n_bytes, item_size = path.stat().st_size, DTYPES[dtype].itemsize
     if n_bytes == 0:
         raise ValueError(f"{path} is empty (0 tokens): prepare the data again")
-    with path.open("rb") as file:
-        head = file.read(2 * CHUNK)
-    if dtype == "uint16" and looks_wide(head, 2):
-        seen = "every second uint16 is 0 or small"
+    blocks = read_blocks(path)
+    refuse_other_types(path, blocks, vocab_size)
+    if any(map(looks_wide, blocks)):
+        seen = f"{path} looks like uint32 (every second uint16 is 0 or small) but"
         if n_bytes % 4:
             raise ValueError(
-                f"{path} looks like uint32 ({seen}) but has {n_bytes} bytes, no multiple of 4: "
-                "truncated; copy it again"
+                f"{seen} has {n_bytes} bytes, no multiple of 4: truncated; copy it again"
             )
-        raise ValueError(
-            f"{path} looks like uint32 ({seen}) but is read as uint16: name dtype uint32 or "
-            "prepare the data again"
-        )
-    if dtype == "uint32" and looks_wide(head, 4):
-        raise ValueError(
-            f"{path} looks like 64-bit ids (every second uint32 is 0) but is read as uint32: save "
-            f"it anew by np.fromfile({path.name!r}, '<i8').astype('<u4').tofile(...)"
-        )
+        if dtype == "uint16":
+            raise ValueError(
+                f"{seen} is read as uint16: name dtype uint32 or prepare the data again"
+            )
     if n_bytes % item_size:
         raise ValueError(
             f"{path} has {n_bytes} bytes, no multiple of item size {item_size} ({dtype}): "
             "truncated or other dtype; copy it again or name its dtype"
         )
-    magic = int.from_bytes(head[:4], "little")
+    magic = int.from_bytes(blocks[0][:4], "little")
     if magic in LLM_C_MAGICS:
         raise ValueError(
             f"{path} starts with an llm.c header (magic {magic}), which is not tokens: convert it "
@@ -140,19 +136,6 @@ def open_token_file(path: Path, dtype: str = "uint16") -> TokenFile:
             "offset=1024).tofile(...)"
         )
     return TokenFile(path, DTYPES[dtype])
-
-
-def looks_wide(head: bytes, item_size: int) -> bool:
-    """Whether ids at the begin of a file are twice as wide as `item_size` bytes.
-
-    Every second number is then the upper half of an id: 0, or small beside the lower ones. A file
-    that lost some bytes may begin with either.
-    """
-    pairs = np.frombuffer(head[: len(head) // (2 * item_size) * 2 * item_size], f"<u{item_size}")
-    if len(pairs) < 2 * MIN_PAIRS:
-        return False
-    upper, lower = sorted((int(pairs[::2].max()), int(pairs[1::2].max())))
-    return upper == 0 < lower or (item_size == 2 and upper < SMALL_HALF <= lower // 16)
 
 
 def content_fingerprint(path: Path) -> str:
@@ -174,7 +157,12 @@ def check_token_range(file: TokenFile, vocab_size: int) -> int:
     Raises:
         ValueError: for an id that the model has no embedding for.
     """
-    max_id = _cached_max_id(file)
+    max_id = _scan(file)["max_id"]
+    if max_id == 0 and file.n_tokens >= LEAST_ZEROS:
+        raise ValueError(
+            f"{file.path} holds nothing but zeros ({file.n_tokens} ids): damaged or never filled; "
+            "copy it again"
+        )
     if max_id < vocab_size:
         return max_id
     tokens = file.map()
@@ -185,6 +173,12 @@ def check_token_range(file: TokenFile, vocab_size: int) -> int:
         raise ValueError(
             f"{file.path} holds id {tokens[offset]} at offset {offset}: ids must be 0 or more; "
             "prepare the data again"
+        )
+    if max_id >= MOST_IDS:
+        raise ValueError(
+            f"{file.path} holds id {tokens[offset]} at offset {offset}, the largest is {max_id}: "
+            f"ids must be below vocab_size {vocab_size}, and no vocabulary is that large; copy "
+            "the file again, or name its type by data.dtype"
         )
     raise ValueError(
         f"{file.path} holds id {tokens[offset]} at offset {offset}, the largest is {max_id}: "
@@ -198,7 +192,13 @@ def _unsigned(ids: Integer[np.ndarray, " N"]) -> Integer[np.ndarray, " N"]:
     return ids.view(np.dtype(f"u{ids.itemsize}").newbyteorder(ids.dtype.byteorder))
 
 
-def _cached_max_id(file: TokenFile) -> int:
+def zero_ids(file: TokenFile) -> int:
+    """Ids that are 0 in long runs, as in a hole of a sparse file."""
+    return _scan(file).get("zeros", 0)  # older caches lack it
+
+
+def _scan(file: TokenFile) -> dict[str, Any]:
+    """The largest id and the zeros of a file, kept beside it."""
     stat = file.path.stat()
     state = {"dtype": file.dtype.str, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     state["fingerprint"] = content_fingerprint(file.path)
@@ -206,10 +206,14 @@ def _cached_max_id(file: TokenFile) -> int:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(cache.read_text(encoding="utf-8"))
         if known | state == known and type(known["max_id"]) is int and known["max_id"] >= 0:
-            return known["max_id"]
-    tokens = _unsigned(file.map())
-    max_id = max(int(tokens[i : i + CHUNK].max()) for i in range(0, file.n_tokens, CHUNK))
+            return known
+    tokens, max_id, zeros = _unsigned(file.map()), 0, 0
+    for begin in range(0, file.n_tokens, CHUNK):
+        chunk = tokens[begin : begin + CHUNK]
+        runs = chunk[: len(chunk) // RUN * RUN].reshape(-1, RUN).max(axis=1)
+        zeros += RUN * int((runs == 0).sum())
+        max_id = max(max_id, int(chunk.max()))
     # Ranks may scan at the same time, and a folder of shared data may be read-only.
     with contextlib.suppress(OSError):
-        replace_text(cache, json.dumps(state | {"max_id": max_id}))
-    return max_id
+        replace_text(cache, json.dumps(state | {"max_id": max_id, "zeros": zeros}))
+    return {"max_id": max_id, "zeros": zeros}

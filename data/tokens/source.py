@@ -8,10 +8,18 @@ from typing import Any
 import numpy as np
 
 from data.rows import RowKind, Specials, rows_per_document
+from data.text.text_loss import TextLoss
 from data.text.tokenizer import TextTokenizer
-from data.tokens.folder import check_files, load_meta, missing_files, split_fingerprint
+from data.tokens.folder import (
+    AGAIN,
+    check_files,
+    load_meta,
+    lost_meta,
+    missing_files,
+    split_fingerprint,
+)
 from data.tokens.foreign import find_files, is_foreign, open_files
-from data.tokens.memmap import TokenStream, check_token_range
+from data.tokens.memmap import TokenStream, check_token_range, zero_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +42,22 @@ class Source:
     """Offsets of documents by split, of a prepared folder; the next one rests on them."""
     specials: Specials | None = None
     """Ids that are no text."""
+    text_loss: TextLoss = field(default_factory=TextLoss)
+    """Text that the ids do not hold."""
+
+    def warnings(self, splits: Sequence[str]) -> list[str]:
+        """A line for each kind of text that is missing."""
+        lines = [
+            f"warning: {self.name}, as lightning prepare said: {line}"
+            for line in self.text_loss.losses
+        ]
+        for file in (file for split in splits for file in self.streams[split].files):
+            if zeros := zero_ids(file):
+                lines.append(
+                    f"warning: {zeros:,} ids of {file.path} are zeros in long runs, as in a file "
+                    "that was not copied in full; copy it again unless it is padded with id 0"
+                )
+        return lines
 
     def stream(self, split: str, vocab_size: int) -> TokenStream:
         """The tokens of a split, each of which the model has an embedding for.
@@ -81,6 +105,11 @@ def require(path: str, key: str) -> None:
             raise ValueError(
                 f"{lacks} of what its meta.json describes; bring the file back, or make all anew "
                 "by lightning prepare"
+            )
+        if lost_meta(Path(path)):
+            raise ValueError(
+                f"{lacks}, without which the files of lightning prepare there cannot be read; "
+                f"bring the file back, or {AGAIN}"
             )
         raise ValueError(
             f"{lacks}, and data.corpus is not set, so nothing is made up there; bring a folder "
@@ -183,6 +212,7 @@ def _open_prepared(folder: Path, dtype: str | None) -> Source:
         token_bytes=meta["token_bytes"],
         docs={split: folder / f"{split}.docs.npy" for split in streams},
         specials=_specials(meta),
+        text_loss=TextLoss.read(meta.get("text_loss", {})),
     )
 
 
