@@ -10,6 +10,7 @@ from callbacks.run.trainer import Trainer
 
 # Losses are in nats a token. A log is a logged step, whatever lies between two of them.
 FIRST_NATS = 0.3  # between the first loss and that of new weights
+FIRST_TARGETS = 16  # the loss of fewer varies by more than that
 FLAT_STEPS, FLAT_NATS = 200, 0.5  # the least that a loss falls in so many steps
 FAST_STEPS, FAST_SHARE = 200, 0.25  # of the first loss; so low two logs in a row, so soon
 # Above the median of the logs before, two logs in a row. A log of the healthy small run may lie 1.7
@@ -155,6 +156,8 @@ def first_loss(run: RunHistory) -> str | None:
     """The first loss is not that of new weights."""
     loss = run.metrics["train/loss"]
     if run.expected is None or run.trainer.global_step != 1:
+        return None
+    if run.trainer.lightning_module.targets_seen < FIRST_TARGETS:
         return None
     if not FIRST_NATS < abs(loss - run.expected) < math.inf:
         return None

@@ -260,7 +260,10 @@ class LMDataModule(LightningDataModule):
             self._given_steps = self._trainer().max_steps
             self._set_length()
             if self._trainer().global_rank == 0:
-                print("\n".join(self.train_samples.start_lines), file=sys.stderr, flush=True)
+                splits = ("train", "val") if self._validates else ("train",)
+                lines = [line for source in sources for line in source.warnings(splits)]
+                lines += self.train_samples.start_lines
+                print("\n".join(lines), file=sys.stderr, flush=True)
 
     @property
     def _validates(self) -> bool:

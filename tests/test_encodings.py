@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from data.prepare.readers import InputFile
-from data.prepare.texts import NULS, Note, ReadOptions
+from data.prepare.texts import NULS, REPLACED, UNDECODED, Note, ReadOptions
 
 ENGLISH, RUSSIAN, CHINESE = "Two lines,\nof text.\n" * 9, "Привет, мир!\n" * 9, "你好，世界。\n" * 9
 WIDE = ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")
@@ -95,11 +95,23 @@ def test_rows_of_every_kind_are_judged(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "text", ["a\x1b[31mred\x1b[0m " * 99, "page\x0c\r\n\tnext\v" * 99, "\x07" * 9, "\ufffd" * 99]
+    "text", ["a\x1b[31mred\x1b[0m " * 99, "page\x0c\r\n\tnext\v" * 99, "\x07" * 9]
 )
 def test_text_with_marks_of_its_own_is_text(tmp_path, text):
     (tmp_path / "a.txt").write_bytes(text.encode())
     assert list(InputFile(tmp_path / "a.txt", ReadOptions())) == [text.replace("\r\n", "\n")]
+
+
+def test_text_that_was_decoded_wrongly_before_is_counted(tmp_path):
+    text = "na\ufffdve caf\ufffd\ufffd"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    assert list(InputFile(tmp_path / "a.txt", ReadOptions())) == [Note(UNDECODED, count=3), text]
+
+
+def test_bytes_replaced_now_are_not_counted_as_decoded_before(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    options = ReadOptions(encoding_errors="replace")
+    assert list(InputFile(tmp_path / "a.txt", options)) == [Note(REPLACED), "caf\ufffd"]
 
 
 def test_single_nuls_are_kept_and_counted(tmp_path):

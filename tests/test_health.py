@@ -39,7 +39,10 @@ class Run:
             "optimizers": [SimpleNamespace(param_groups=[{"initial_lr": 3e-3}])],
             "datamodule": SimpleNamespace(micro_batch_size=6, num_workers=3, seq_len=16),
             "lightning_module": SimpleNamespace(
-                expected_first_loss=10.0, flops_per_token=3_000_000_000, compiled=True
+                expected_first_loss=10.0,
+                flops_per_token=3_000_000_000,
+                compiled=True,
+                targets_seen=4096,
             ),
             "state": SimpleNamespace(fn="fit"),
         }
@@ -354,6 +357,14 @@ def test_steps_without_a_target_are_told_and_not_taken_for_a_bad_first_loss(warn
     ]
 
 
+@pytest.mark.parametrize(("targets", "times"), [(1, 0), (15, 0), (16, 1)])
+def test_first_loss_of_a_few_targets_is_not_judged(targets: int, times: int, warnings):
+    run = Run()
+    run.trainer.lightning_module.targets_seen = torch.tensor(targets)
+    first_loss_is(run, 12.0)
+    assert len(warnings()) == times
+
+
 def test_scaler_may_skip_updates_to_find_its_scale(warnings):
     run = Run(precision="16-mixed")
     run.skips(4, 6, 6, 7, 7)
@@ -379,7 +390,11 @@ def test_updates_skipped_before_a_resume_are_not_told_again(warnings):
     "changes",
     [
         {"strategy": SimpleNamespace(root_device=torch.device("cpu"))},
-        {"lightning_module": SimpleNamespace(expected_first_loss=10.0, flops_per_token=10**8)},
+        {
+            "lightning_module": SimpleNamespace(
+                expected_first_loss=10.0, flops_per_token=10**8, targets_seen=4096
+            )
+        },
     ],
     ids=["cpu", "small model"],
 )

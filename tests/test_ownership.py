@@ -134,13 +134,31 @@ def test_corpus_that_does_not_tell_its_inputs_is_replaced_on_request(run, tmp_pa
     assert run("abc", "--overwrite")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, " does not exist"),
+        ("{", " is damaged (Expecting property name enclosed in double quotes: line 1 column 2"
+         " (char 1))"),
+        ('{"format": 3}', ": format is 3, must be 2"),
+    ],
+)  # fmt: skip
+def test_files_of_prepare_without_their_meta_are_replaced_on_request(run, tmp_path, content, why):
+    run("abc")
+    path = tmp_path / "o" / "meta.json"
+    path.unlink() if content is None else path.write_text(content, encoding="utf-8")
+    line = f"error: o/meta.json{why}, so the inputs of the files beside it are unknown: {WAY_OUT}"
+    assert run("abc") == (2, line)
+    assert run("abc", "--overwrite")[0] == 0
+
+
 def test_changed_token_file_is_replaced_on_request(run, tmp_path):
     run("abc")
     (tmp_path / "o" / "val.bin").write_bytes(b"\1\0\2\0")
     assert run("abc") == (
         2,
         "error: o/val.bin has other content than meta.json says: prepare the data again by "
-        "lightning prepare --overwrite",
+        "lightning prepare as before, with --overwrite",
     )
     assert run("abc", "--overwrite")[0] == 0
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import Lightning
+from conftest import Lightning, RunYaml
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from data.prepare.vocabulary import byte_tokenizer, train_bpe
@@ -169,3 +169,23 @@ def test_file_for_others_is_the_same_where_nothing_was_turned_off(tmp_path: Path
     tokenizer = train_bpe(["ab"], 300)
     tokenizer.save_for_others(tmp_path / "t.json", bos=False)
     assert (tmp_path / "t.json").read_text(encoding="utf-8") == tokenizer._text
+
+
+def test_text_that_was_decoded_wrongly_before_is_warned_of(warnings):
+    assert warnings(byte_tokenizer()._tokenizer, "caf\ufffd \ufffd\n\n") == [
+        "warning: 2 characters of the inputs are U+FFFD, which stands for bytes that another "
+        "program could not decode: fetch or convert the text again"
+    ]
+
+
+def test_fit_repeats_at_its_start_what_the_ids_of_its_data_lack(
+    warnings, lightning: Lightning, run_yaml: RunYaml, tmp_path: Path
+):
+    said = warnings(letters(unk_token="?"), "é".join("ab" * 100))
+    overrides = {"data.path": str(tmp_path / "o"), "trainer.limit_val_batches": 0}
+    config = run_yaml(overrides | {"trainer.max_steps": 1, "trainer.val_check_interval": ...})
+    code, _, err = lightning("fit", "--config", config)
+    name = f"warning: {tmp_path / 'o'}, as lightning prepare said"
+    lines = [line for line in err.splitlines() if line.startswith(name)]
+    assert (code, lines) == (0, [line.replace("warning", name) for line in said])
+    assert len(said) == 2

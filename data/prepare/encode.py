@@ -173,7 +173,7 @@ def _batches(sources: Sources, first: int, done: int) -> Iterator[Batch]:
                 batch.n_bytes += document.n_bytes
                 batch.lowest = min(batch.lowest, share)
             elif isinstance(item, Note):
-                batch.left_out[item.reason] += 1
+                batch.left_out[item.reason] += item.count
             batch.read, batch.next = (index, source.at), (index, number)
             if batch.n_bytes >= BATCH_BYTES:
                 yield batch

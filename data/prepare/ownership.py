@@ -5,7 +5,14 @@ from typing import Any
 
 from data.prepare.work import LISTS, same_job
 from data.text.tokenizer import TextTokenizer
-from data.tokens.folder import FILES, check_files, is_output, load_meta, missing_files
+from data.tokens.folder import (
+    FILES,
+    check_files,
+    is_output,
+    load_meta,
+    lost_meta,
+    missing_files,
+)
 from data.tokens.foreign import SUFFIXES, is_foreign
 
 WORK = ".work"
@@ -31,6 +38,8 @@ def refuse_others(output: Path, tokenizer: TextTokenizer | None) -> dict[str, An
         others = sorted(name for name in _names(output) if name.endswith(SUFFIXES))
     elif others == ["tokenizer.json"] and _is(output / "tokenizer.json", tokenizer):
         others = []
+    if others and (lost := lost_meta(output)):
+        raise ValueError(f"{lost}, so the inputs of the files beside it are unknown: {REPLACE}")
     if others:
         raise ValueError(f"{output} holds {_listed(others)} that prepare did not make: {REPLACE}")
     return meta

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from data.prepare.texts import BLANK, EMPTY, NULS, OVERLAP, REPLACED, UNSPLIT
+from data.prepare.texts import BLANK, EMPTY, NULS, OVERLAP, REPLACED, UNDECODED, UNSPLIT
 from data.prepare.work import SPLITS
 from data.text.text_loss import TextLoss
 
@@ -25,6 +25,11 @@ def summary(meta: dict[str, Any], output: Path) -> list[str]:
         lines.append(f"{' and '.join(skipped)} skipped")
     if replaced := left.pop(REPLACED, 0):
         lines.append(f"warning: {replaced:,} documents with invalid UTF-8, replaced by U+FFFD")
+    if undecoded := left.pop(UNDECODED, 0):
+        lines.append(
+            f"warning: {undecoded:,} characters of the inputs are U+FFFD, which stands for bytes "
+            "that another program could not decode: fetch or convert the text again"
+        )
     if nuls := left.pop(NULS, 0):
         lines.append(f"warning: {nuls:,} documents hold NUL characters, which are kept")
     if unsplit := left.pop(UNSPLIT, 0):

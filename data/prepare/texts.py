@@ -9,6 +9,7 @@ from data.prepare.encodings import MARKS, not_text
 
 BOM = b"\xef\xbb\xbf"
 BLANK, EMPTY, REPLACED, NULS = "blank line", "empty text", "invalid UTF-8 replaced", "NUL in text"
+UNDECODED = "U+FFFD in text"
 UNSPLIT, OVERLAP = "file without the separator", "training document that validates too"
 """What is counted and is no fault."""
 DAMAGED, ENCODED, BINARY = "damaged file", "file of another kind", "control characters"
@@ -51,6 +52,7 @@ class Note:
 
     reason: str
     fault: str | None = None
+    count: int = 1
 
 
 class Fault(Exception):
@@ -108,6 +110,8 @@ def emit(
     else:
         if replaced:
             yield Note(REPLACED)
+        elif not text.isascii() and (count := text.count("\ufffd")):
+            yield Note(UNDECODED, count=count)
         if "\0" in text:
             yield Note(NULS)
         yield text or Note(EMPTY)

@@ -71,20 +71,28 @@ class TextLoss:
         )
 
     @property
-    def warnings(self) -> list[str]:
-        """A line for each kind of loss."""
+    def losses(self) -> list[str]:
+        """A line for each kind of text that the ids do not hold."""
         lines = []
         if self.lost:
             lines.append(
-                f"warning: {self.share} do not come back from their ids: the tokenizer lacks or "
-                "changes them; take one that holds every byte, such as --tokenizer byte or one "
-                "trained by --vocab_size"
+                f"{self.share} do not come back from their ids: the tokenizer lacks or changes "
+                "them; take one that holds every byte, such as --tokenizer byte or one trained by "
+                "--vocab_size"
             )
         for key, count in sorted(self.tokens.items()):
             kind, _, name = key.partition(" ")
             if kind == "unk":
-                lines.append(f"warning: {count:,} ids are {name}, the unknown token")
-            else:
+                lines.append(f"{count:,} ids are {name}, the unknown token")
+        return lines
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for each kind of loss, and for each special token that texts spell."""
+        lines = [f"warning: {line}" for line in self.losses]
+        for key, count in sorted(self.tokens.items()):
+            kind, _, name = key.partition(" ")
+            if kind in SPELLED:
                 times = f"{count:,} time{'s' * (count > 1)}"
                 lines.append(f"warning: texts spell {name} {times}, read as {SPELLED[kind]}")
         return lines
