@@ -414,3 +414,18 @@ def test_signal_to_a_drill_ends_its_run_at_once():
         drill.run_to_the_end([sys.executable, "-uc", endless], "", 0.0, stop)
     with pytest.raises(ProcessLookupError):
         os.kill(int(told[0].split()[1]), 0)
+
+
+@pytest.mark.slow
+def test_run_of_a_killed_drill_ends_with_it():
+    endless = (
+        "import os, sys, time; from callbacks.processes.parent import die_with_parent; "
+        "die_with_parent(); print('step 1', file=sys.stderr); time.sleep(600)"
+    )
+    killed = (
+        "import os, sys; from callbacks.drill.drill import run_to_the_end as start; "
+        f"start([sys.executable, '-uc', {endless!r}], '', 0.0, lambda _: os.kill(os.getpid(), 9))"
+    )
+    # The run holds the pipe of its output for as long as it lives.
+    ended = subprocess.run([sys.executable, "-c", killed], stdout=subprocess.PIPE, timeout=60)
+    assert ended.returncode == -signal.SIGKILL

@@ -21,6 +21,7 @@ import torch
 
 from callbacks.checkpoint.files import checkpoints, read_newest
 from callbacks.drill.kill_points import MOMENTS, VARIABLE
+from callbacks.processes import parent
 from callbacks.run.folder import lock
 
 # Names in the folder of a drill: its runs, and what tells that the folder is a drill's.
@@ -109,6 +110,7 @@ def run_to_the_end(command: list[str], moment: str, seconds: float, say: Say) ->
         RuntimeError: the run ended in another way.
     """
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment[parent.DRILL] = str(os.getpid())
     if moment not in ("random", ""):
         environment[VARIABLE] = moment
     lines: list[str] = []

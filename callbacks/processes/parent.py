@@ -1,4 +1,4 @@
-"""Parent process: ranks end with the process that started them, and it ends with its ranks."""
+"""Parent process: a run ends with the process that started it, and that with its ranks."""
 
 import os
 import signal
@@ -13,17 +13,21 @@ from data.system.processes import die_with
 
 # Process id of the rank that starts the others, for these.
 VARIABLE = "RELIGHT_PARENT"
+# Process id of the drill that starts a run, for that run alone.
+DRILL = "RELIGHT_DRILL"
 # Seconds between looks at the ranks, and those that a first rank has to end by itself.
 LOOK, PATIENCE = 0.5, 5.0
 
 
 def die_with_parent() -> None:
-    """End with the process that started this rank, if one did: torchrun's agent or the first rank.
+    """End with the process that started this one: torchrun's agent, the first rank or a drill.
 
     This comes first in a process: a parent that is gone already could not be told from another.
     """
-    parent = os.environ.get(VARIABLE)
-    if under_torchrun():
+    parent, drill = os.environ.get(VARIABLE), os.environ.pop(DRILL, None)
+    if drill is not None:
+        die_with(int(drill))
+    elif under_torchrun():
         agent = os.getppid()
         # torchrun hands nothing over, but makes each rank the leader of a session.
         if os.getsid(0) == os.getpid() and not is_agent(agent):
