@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, found again, bounded in number, and safe to read."""
 
 import errno
+import io
 import os
 import random
 import shutil
@@ -19,6 +20,7 @@ import torch
 
 from callbacks.checkpoint.callback import AtomicCheckpoint
 from callbacks.checkpoint.files import (
+    Whole,
     checkpoints,
     damage,
     read_checkpoint,
@@ -280,6 +282,56 @@ def test_read_error_is_no_damage(tmp_path):
             "[Errno 5] Input/output error: the file may be sound, so no other is used; make it "
             f"readable and try again: '{path}'"
         )
+
+
+class BadEnd(io.FileIO):
+    """A file on a disk that cannot read its last kilobytes."""
+
+    def readinto(self, buffer: Any) -> int | None:
+        if self.tell() > os.fstat(self.fileno()).st_size - 4096:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().readinto(buffer)
+
+    def readall(self) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_read_error_at_the_end_of_a_file_is_no_damage(tmp_path, monkeypatch):
+    path = save(tmp_path, 4)
+    monkeypatch.setattr("callbacks.checkpoint.files.Whole", type("Read", (Whole, BadEnd), {}))
+    with pytest.raises(OSError, match="Input/output error: the file may be sound"):
+        damage(path)
+
+
+@pytest.mark.parametrize(
+    ("target", "error"),
+    [
+        ("gone/away.ckpt", "[Errno 2] No such file or directory"),
+        ("step-00000006.ckpt", "[Errno 40] Too many levels of symbolic links"),
+    ],
+)
+def test_link_that_leads_nowhere_is_named_with_the_way_out(tmp_path, target, error):
+    path = save(tmp_path, 4).with_name("step-00000006.ckpt")
+    path.symlink_to(target)
+    with pytest.raises(OSError, match="link") as refusal:
+        read_newest(tmp_path, unexpected)
+    assert str(refusal.value) == (
+        f"{error}: it is a link to {target}; bring that file back, or remove the link: '{path}'"
+    )
+    path.unlink()
+    assert read_newest(tmp_path, unexpected)[0].name == "step-00000004.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("make", "fault"), [(os.mkdir, "it is a folder"), (os.mkfifo, "it is no regular file")]
+)
+def test_what_is_no_file_is_passed_over_and_told(tmp_path, make, fault):
+    sound = save(tmp_path, 4)
+    other = sound.with_name("step-00000006.ckpt")
+    make(other)
+    said: list[str] = []
+    assert read_newest(tmp_path, said.append)[0] == sound
+    assert said == [f"warning: passed over {other}: {fault}"]
 
 
 def test_file_in_the_place_of_the_checkpoints_is_refused_before_training(

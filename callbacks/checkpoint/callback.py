@@ -267,7 +267,7 @@ class AtomicCheckpoint(Checkpoint):
         for place, (step, path) in enumerate(held):
             forever = self.keep_every is not None and step % self.keep_every == 0
             kept = step in (self._kept_best, *sound) or forever
-            if place >= self.keep_last and not kept:
+            if place >= self.keep_last and not kept and not path.is_dir():
                 path.unlink(missing_ok=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LMModule, exception: BaseException) -> None:

@@ -2,14 +2,16 @@
 
 import contextlib
 import errno
+import io
 import os
 import pickle
 import re
 import shutil
+import stat
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -41,6 +43,26 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
 
 
+class Whole(io.FileIO):
+    """A file that keeps an error of a read, which zipfile may hide behind one of its own."""
+
+    error: OSError | None = None
+
+    def readinto(self, buffer: Any) -> int | None:
+        try:
+            return super().readinto(buffer)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def readall(self) -> bytes:
+        try:
+            return super().readall()
+        except OSError as error:
+            self.error = error
+            raise
+
+
 def damage(path: Path) -> str | None:
     """Why a checkpoint file is not whole, or None.
 
@@ -53,20 +75,27 @@ def damage(path: Path) -> str | None:
     if path.is_dir():
         return "it is a folder"
     try:
-        with path.open("rb") as file:
-            # zipfile hides an error of the first read behind one of its own.
-            if not file.read(1):
-                return "it is empty"
-            with zipfile.ZipFile(file) as archive:
-                bad = archive.testzip()
+        if not stat.S_ISREG(path.stat().st_mode):
+            return "it is no regular file"
+        raw = Whole(path)
+    except OSError as error:
+        raise unreadable(error, path) from error
+    with io.BufferedReader(raw) as file:
+        fault = _fault(file)
+    if raw.error is not None:
+        raise unreadable(raw.error, path) from raw.error
+    return fault
+
+
+def _fault(file: IO[bytes]) -> str | None:
+    try:
+        if not file.read(1):
+            return "it is empty"
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip()
         return f"record {bad} does not match its checksum" if bad else None
     except zipfile.BadZipFile as error:
-        return f"truncated or corrupt at {path.stat().st_size} bytes ({error})"
-    except OSError as error:
-        # Offsets that damage has made negative are "invalid"; decompressors give no number.
-        if error.errno not in (None, errno.EINVAL):
-            raise unreadable(error, path) from error
-        return f"cannot be read ({error})"
+        return f"truncated or corrupt at {os.fstat(file.fileno()).st_size} bytes ({error})"
     except Exception as error:
         return f"cannot be read ({error})"
 
@@ -74,6 +103,8 @@ def damage(path: Path) -> str | None:
 def unreadable(error: OSError, path: Path) -> OSError:
     """The same error with the path, and what to do."""
     advice = "the file may be sound, so no other is used; make it readable and try again"
+    if path.is_symlink() and error.errno in (errno.ENOENT, errno.ELOOP):
+        advice = f"it is a link to {path.readlink()}; bring that file back, or remove the link"
     return OSError(error.errno, f"{error.strerror}: {advice}", str(path))
 
 

@@ -14,6 +14,7 @@ def verify(argv: list[str]) -> None:
     )
     place = Path(parser.parse_args(argv).ckpt_path)
 
+    from callbacks.checkpoint.callback import reason
     from callbacks.checkpoint.files import WEIGHTS, checkpoints, unusable
     from lm.trained import has_checksum
 
@@ -29,7 +30,7 @@ def verify(argv: list[str]) -> None:
         try:
             fault = unusable(path)
         except (OSError, ValueError) as error:
-            fault = str(error).removeprefix(f"{path} ")
+            fault = reason(error).removeprefix(f"{path} ")
         if fault is not None and place.is_dir() and not os.path.lexists(path):
             continue  # the run goes on, and keeps it no more
         whole = "whole"

@@ -70,9 +70,11 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and metadata of a safetensors file.
 
     Raises:
+        OSError: the system cannot read the file.
         ValueError: it is missing or damaged.
     """
     try:
+        path.open("rb").close()  # safetensors calls every file missing that does not open
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except FileNotFoundError as error:
