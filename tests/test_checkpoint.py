@@ -5,6 +5,7 @@ import io
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,8 @@ from callbacks.checkpoint.files import (
 )
 from callbacks.checkpoint.plugin import AtomicCheckpointIO
 from callbacks.checkpoint.state import random_states, restore_random_states
+from callbacks.processes.stop_requests import StopRequests
+from callbacks.stop_signals import StopSignals
 
 ROOT = Path(__file__).parent.parent
 WEIGHT = torch.arange(1000.0)
@@ -664,6 +667,23 @@ def test_failed_save_is_told_and_training_goes_on(tmp_path, capsys):
     assert capsys.readouterr().err == (
         f"error: checkpoint not saved: {path}: [Errno 28] No space left on device; the newest "
         "checkpoint is step-00000001.ckpt\n"
+    )
+
+
+def test_failed_save_at_a_stop_is_told_once(tmp_path, capsys):
+    trainer: Any = Saver(tmp_path)
+    callback = AtomicCheckpoint(every_n_steps=10)
+    trainer.checkpoint_callbacks = [callback]
+    trainer.error = OSError(errno.ENOSPC, "No space left on device")
+    stop = StopRequests()
+    stop.received, trainer.global_step = int(signal.SIGTERM), 3
+    with pytest.raises(RuntimeError, match="stopped") as refusal:
+        StopSignals(stop).on_train_batch_end(trainer, NO_MODULE, None, None, 2)
+    path = tmp_path / "checkpoints" / "step-00000003.ckpt"
+    assert capsys.readouterr().err == ""
+    assert str(refusal.value) == (
+        f"stopped at step 3, not saved: {path}: [Errno 28] No space left on device; there is no "
+        "checkpoint yet"
     )
 
 

@@ -89,6 +89,8 @@ class AtomicCheckpoint(Checkpoint):
         self._states_before_validation: dict[str, Any] = {}
         self._kept_best: float | None = None
         self._failure: str | None = None
+        self.tells = True
+        """Whether a failed save is told here; whoever ends the run tells it in its own line."""
         self._diverged: NonFiniteError | None = None
         self._forget: str | None = None
 
@@ -243,7 +245,7 @@ class AtomicCheckpoint(Checkpoint):
         if self._diverged:
             return
         if self._failure:
-            if self._failure != before:  # the last step's is tried twice
+            if self.tells and self._failure != before:  # the last step's is tried twice
                 announce(f"error: checkpoint not saved: {self._failure}")
             return
         reach("before retention")
