@@ -24,7 +24,7 @@ from lm.generate import generate
 from lm.gradients import SkippedUpdates, clipped, skip_if_not_finite, total_norm
 from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step
 from lm.model import LM, plain_keys
-from lm.optim import build_optimizer, override_stored_settings, use_fused
+from lm.optim import build_optimizer, layout, override_stored_settings, use_fused
 from lm.schedule import warmup_cosine, warmup_steps
 from lm.softmax import native_softmax_step
 from lm.trained import unlike, write_weights_file
@@ -104,6 +104,7 @@ class LMModule(LightningModule):
         self._skipped = SkippedUpdates()
         self._totals = torch.zeros(0)  # per validation loader: loss, targets, bytes of targets
         self._loaded_losses: dict[str, float | None] = {}
+        self._optimizer_layout: dict[str, Any] = {}
 
     @property
     def flops_per_token(self) -> int:
@@ -181,6 +182,7 @@ class LMModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = build_optimizer(self.net, self.optim_config, self.fused)
+        self._optimizer_layout = layout(self.net, optimizer)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_multiplier())
         return {
             "optimizer": optimizer,
@@ -391,6 +393,7 @@ class LMModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["model_config"] = dataclasses.asdict(self.config)
+        checkpoint["optimizer"] = self._optimizer_layout
         checkpoint["skipped_steps"] = self._skipped.counts.tolist()
         # Before its first step or validation a resumed run has only the checkpoint's losses.
         losses = self._loaded_losses
@@ -421,5 +424,5 @@ class LMModule(LightningModule):
         self._skipped = SkippedUpdates(in_total=in_all)
         if self.trainer.training:
             # An optimizer without state costs nothing.
-            own = build_optimizer(self.net, self.optim_config, self.fused).param_groups
-            override_stored_settings(checkpoint, own, self._lr_multiplier())
+            own = build_optimizer(self.net, self.optim_config, self.fused)
+            override_stored_settings(checkpoint, self.net, own, self._lr_multiplier())

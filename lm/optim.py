@@ -1,5 +1,6 @@
 """The optimizer and its parameter groups."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -7,6 +8,13 @@ import torch
 from torch import nn
 
 from lm.config import OptimConfig
+from lm.finite import few
+from lm.model import plain_keys
+
+CHANGED = (
+    "build_optimizer in lm/optim.py was changed; change it back, or begin a new run with these "
+    "weights by model.from_weights"
+)
 
 
 def lower_rate(lr: float) -> float:
@@ -62,9 +70,36 @@ def build_optimizer(module: nn.Module, config: OptimConfig, fused: bool) -> torc
     )
 
 
+def layout(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's class, and the names of its parameters by group, for checkpoints.
+
+    Raises:
+        ValueError: a trainable parameter is in no group, or one is twice in them.
+    """
+    names = plain_keys({name: p for name, p in module.named_parameters()})
+    by_id = {id(p): name for name, p in names.items()}
+    groups = [
+        [by_id.get(id(p), "one that is not the network's") for p in group["params"]]
+        for group in optimizer.param_groups
+    ]
+    count = Counter(name for group in groups for name in group)
+    trainable = Counter(name for name, p in names.items() if p.requires_grad)
+    frozen = names.keys() - trainable.keys()
+    faults = [f"{name} is missing" for name in trainable - count]
+    faults += [f"{name} is too many" for name in count - trainable - Counter(frozen)]
+    if faults:
+        raise ValueError(
+            f"the optimizer must hold every trainable parameter once: {few(faults)}; change "
+            "build_optimizer in lm/optim.py, and freeze by requires_grad_(False) what is not to "
+            "be trained"
+        )
+    return {"class": type(optimizer).__qualname__, "groups": groups}
+
+
 def override_stored_settings(
     checkpoint: dict[str, Any],
-    own_groups: list[dict[str, Any]],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
     lr_multiplier: Callable[[int], float],
 ) -> None:
     """Replace a checkpoint's optimizer settings by the current ones.
@@ -72,8 +107,11 @@ def override_stored_settings(
     Restoring an optimizer would bring the stored settings back without notice.
 
     Raises:
-        ValueError: the current optimizer has other parameter groups.
+        ValueError: the current optimizer is another one, or has other parameter groups.
     """
+    own, own_groups = layout(module, optimizer), optimizer.param_groups
+    # Checkpoints of earlier versions have none.
+    stored_layout = checkpoint.get("optimizer") or own
     multiplier = lr_multiplier(checkpoint["global_step"])
     rates = [group["lr"] for group in own_groups]
     for state in checkpoint["optimizer_states"]:
@@ -81,8 +119,16 @@ def override_stored_settings(
         if was != sizes:
             raise ValueError(
                 f"the optimizer has groups of {sizes} tensors, in the checkpoint of {was}: "
-                "build_optimizer in lm/optim.py was changed; change it back, or begin a new "
-                "run with these weights by model.from_weights"
+                f"{CHANGED}"
+            )
+        if own["class"] != stored_layout["class"]:
+            raise ValueError(
+                f"the optimizer is {own['class']}, in the checkpoint {stored_layout['class']}: "
+                f"{CHANGED}"
+            )
+        if own["groups"] != stored_layout["groups"]:
+            raise ValueError(
+                f"the optimizer holds the tensors in another order than the checkpoint: {CHANGED}"
             )
         for stored, group, rate in zip(state["param_groups"], own_groups, rates, strict=True):
             stored |= {name: value for name, value in group.items() if name != "params"}

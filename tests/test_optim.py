@@ -9,7 +9,7 @@ import torch
 
 from lm.config import ModelConfig, OptimConfig
 from lm.model import LM
-from lm.optim import build_optimizer, parameter_groups, use_fused
+from lm.optim import build_optimizer, layout, parameter_groups, use_fused
 
 
 def tiny(tied: bool = True) -> LM:
@@ -52,6 +52,34 @@ def test_base_has_37_tensors_without_decay() -> None:
     )
     with torch.device("meta"):
         assert len(parameter_groups(LM(config), 0.1)[1]["params"]) == 37
+
+
+@pytest.mark.parametrize(
+    ("kept", "fault"),
+    [
+        (lambda ps: ps[:-1], "model.norm.weight is missing"),
+        (lambda ps: [*ps, ps[0]], "model.embed_tokens.weight is too many"),
+        (lambda ps: [*ps, torch.ones(3)], "one that is not the network's is too many"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_optimizer_without_each_trainable_parameter_once_is_refused(kept, fault: str) -> None:
+    model = tiny()
+    optimizer = torch.optim.SGD(kept(list(model.parameters())), lr=0.1)
+    with pytest.raises(ValueError, match="once") as refusal:
+        layout(model, optimizer)
+    assert str(refusal.value) == (
+        f"the optimizer must hold every trainable parameter once: {fault}; change build_optimizer "
+        "in lm/optim.py, and freeze by requires_grad_(False) what is not to be trained"
+    )
+
+
+def test_optimizer_may_hold_a_frozen_parameter_or_leave_it_out() -> None:
+    model = tiny()
+    model.model.norm.requires_grad_(False)
+    parameters = list(model.parameters())
+    for held in (parameters, parameters[:-1]):
+        assert len(layout(model, torch.optim.SGD(held, lr=0.1))["groups"][0]) == len(held)
 
 
 def test_frozen_parameters_are_in_no_group() -> None:

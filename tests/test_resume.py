@@ -20,6 +20,7 @@ from callbacks.drill.drill import rows
 from callbacks.drill.kill_points import VARIABLE
 from data.tokens.folder import missing_files
 from lm.config import OptimConfig
+from lm.optim import parameter_groups
 from lm.schedule import warmup_cosine
 
 PROGRAM = Path(sys.executable).with_name("lightning")
@@ -271,6 +272,37 @@ def test_an_optimizer_of_other_groups_than_the_checkpoint_is_refused(
         "error: the optimizer has groups of [20] tensors, in the checkpoint of [15, 5]: "
         "build_optimizer in lm/optim.py was changed; change it back, or begin a new run with these "
         "weights by model.from_weights"
+    )
+
+
+def other_class(module: nn.Module, config: OptimConfig, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameter_groups(module, 0.1), lr=config.lr)
+
+
+def other_order(module: nn.Module, config: OptimConfig, fused: bool) -> torch.optim.Optimizer:
+    decayed, rest = parameter_groups(module, config.weight_decay)
+    rest["params"].reverse()
+    return torch.optim.AdamW([decayed, rest], lr=config.lr)
+
+
+@pytest.mark.parametrize(
+    ("build", "difference"),
+    [
+        (other_class, "is SGD, in the checkpoint AdamW"),
+        (other_order, "holds the tensors in another order than the checkpoint"),
+    ],
+)
+def test_an_optimizer_that_would_misread_the_stored_moments_is_refused(
+    lightning: Lightning, run_yaml: RunYaml, tmp_path: Path, monkeypatch, build, difference: str
+):
+    train(lightning, run_yaml, tmp_path / "run")
+    cut_back(tmp_path / "run", 4)
+    monkeypatch.setattr("lm.module.build_optimizer", build)
+    code, _, err = lightning("fit", "--config", run_yaml(RUN))
+    assert code == 2
+    assert err.splitlines()[-1] == (
+        f"error: the optimizer {difference}: build_optimizer in lm/optim.py was changed; change it "
+        "back, or begin a new run with these weights by model.from_weights"
     )
 
 
