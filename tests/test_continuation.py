@@ -1,5 +1,6 @@
 """Text behind a prompt: whole, with its spaces, and never a failure on bytes that are no UTF-8."""
 
+import dataclasses
 import random
 import re
 from pathlib import Path
@@ -8,12 +9,13 @@ import pytest
 from conftest import Lightning, RunYaml
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from callbacks.commands.trained import load_trained
+from callbacks.commands.trained import load_trained, read_trained
 from data.prepare.prepare import Settings, prepare_files
 from data.prepare.vocabulary import byte_tokenizer
 from data.text import continuation as module
 from data.text.continuation import continuation
 from data.text.tokenizer import TextTokenizer
+from lm.hub.tasks import model_args
 
 
 def llama() -> TextTokenizer:
@@ -114,6 +116,34 @@ def test_export_begins_texts_with_the_bos_too(lightning: Lightning, with_bos: Pa
     assert "gives the ids that the model was trained on, with the bos before each text" in out
     assert load_trained(str(tmp_path / "x"), "cpu", None)[2] == [1]
     assert Tokenizer.from_file(str(tmp_path / "x/tokenizer.json")).encode("red").ids[0] == 1
+
+
+@pytest.mark.parametrize("single", ["<s> $A </s>", "$A </s>", "<s> $A", "$A"])
+@pytest.mark.parametrize("settings", [{}, {"direction": "left", "length": 9, "pad_token": "<unk>"}])
+def test_file_for_others_adds_the_bos_of_training_and_nothing_else(
+    tmp_path: Path, single: str, settings: dict
+):
+    tokenizer = Tokenizer.from_str(llama()._text)
+    specials = [("<s>", 1), ("</s>", 2)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=specials)
+    if settings:
+        tokenizer.enable_padding(**settings)
+    ours = TextTokenizer(tokenizer.to_str())
+    assert ours.adds_bos == single.startswith("<s>")
+    ours.save_for_others(tmp_path / "t.json", bos=True)
+    theirs = Tokenizer.from_file(str(tmp_path / "t.json"))
+    assert theirs.encode("red").ids == [1, *ours.encode("red")]
+
+
+@pytest.mark.parametrize(("bos", "first"), [(True, 1), (False, 2)])
+def test_lm_eval_begins_texts_as_training_did(with_bos: Path, bos: bool, first: int):
+    trained = dataclasses.replace(read_trained(with_bos), begins_with_bos=bos)
+    assert model_args(trained, llama(), Path("x")) == {
+        "pretrained": "x",
+        "dtype": "float32",
+        "add_bos_token": bos,
+        "prefix_token_id": first,
+    }
 
 
 def test_documents_without_a_bos_are_begun_without(

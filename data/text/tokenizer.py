@@ -154,8 +154,13 @@ class TextTokenizer:
     def adds_bos(self) -> bool:
         """Whether the file, as other libraries read it, begins each text with the bos."""
         bos_id = self.special_id("bos")
-        first = Tokenizer.from_str(self._text).encode("").ids[:1]
-        return bos_id is not None and first == [bos_id]
+        return bos_id is not None and self._added_ids[:1] == [bos_id]
+
+    @property
+    def _added_ids(self) -> list[int]:
+        """What other libraries add to a text by the file's template."""
+        content = json.loads(self._text) | {"truncation": None, "padding": None}
+        return Tokenizer.from_str(json.dumps(content, ensure_ascii=False)).encode("").ids
 
     def start_ids(self, bos: bool) -> list[int]:
         """What a document begins with: the bos or, without one, nothing.
@@ -309,13 +314,14 @@ class TextTokenizer:
         """Write the file so that other libraries read text as this tokenizer does.
 
         Args:
-            bos: whether they put a bos before each text; without it the file keeps what it has.
+            bos: whether they put a bos before each text, and nothing else; without it the file
+                keeps what it has.
         """
         content = dict(self._content)
         if self.ignored:
             content |= {"truncation": None, "padding": None}
-        if bos and not self.adds_bos:
-            (bos_id,) = self.start_ids(bos)
+        if bos and (start := self.start_ids(bos)) != self._added_ids:
+            (bos_id,) = start
             with_bos(content, self.tokens()[bos_id], bos_id)
         text = json.dumps(content, indent=2, ensure_ascii=False)
         text = self._text if content == json.loads(self._text) else text

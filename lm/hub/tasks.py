@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.hub.export import export
-from lm.hub.tokenizer import Tokens
+from lm.hub.tokenizer import Tokens, begins_with_bos
 from lm.trained import Trained
 
 
@@ -51,7 +51,7 @@ def run_tasks(
         export(trained, folder, tokenizer=tokenizer)
         results = lm_eval.simple_evaluate(
             model="hf",
-            model_args={"pretrained": str(folder), "dtype": "float32"},
+            model_args=model_args(trained, tokenizer, folder),
             tasks=names,
             task_manager=manager,
             limit=limit,
@@ -59,3 +59,15 @@ def run_tasks(
             bootstrap_iters=1000,
         )
     return importlib.import_module("lm_eval.utils").make_table(results)
+
+
+def model_args(trained: Trained, tokenizer: Tokens, folder: Path) -> dict[str, Any]:
+    """Return lm-eval's arguments for a model that is exported to a folder.
+
+    lm-eval drops a bos unless told, and starts a text without context by a bos that the model may
+    never have seen.
+    """
+    bos = begins_with_bos(trained, tokenizer)
+    args = {"pretrained": str(folder), "dtype": "float32", "add_bos_token": bos}
+    prefix = [*tokenizer.start_ids(bos), tokenizer.special_id("eos")]
+    return args | {"prefix_token_id": prefix[0]}
