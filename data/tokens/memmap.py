@@ -1,6 +1,7 @@
 """Token files, read in place: flat arrays of ids, one file or several that are read as one."""
 
 import contextlib
+import functools
 import hashlib
 import json
 from bisect import bisect_right
@@ -43,6 +44,37 @@ class TokenFile:
         """All ids, read-only; pages that were read are the kernel's cache, not our memory."""
         # A plain array over the same pages: slicing a np.memmap costs twice as much.
         return np.memmap(self.path, self.dtype, mode="r", offset=self.offset).view(np.ndarray)
+
+    @functools.cached_property
+    def scan(self) -> dict[str, Any]:
+        """The largest id, and how many ids are 0 in long runs; kept in a file beside this one.
+
+        Once per process: a folder that cannot be written keeps nothing, and ids may be many.
+        """
+        stat = self.path.stat()
+        state = {"dtype": self.dtype.str, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        state["fingerprint"] = content_fingerprint(self.path)
+        cache = self.path.with_name(f"{self.path.name}.max_id.json")
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            known = json.loads(cache.read_text(encoding="utf-8"))
+            if known | state == known and type(known["max_id"]) is int and known["max_id"] >= 0:
+                return known
+        tokens, max_id, zeros = _unsigned(self.map()), 0, 0
+        for begin in range(0, self.n_tokens, CHUNK):
+            chunk = tokens[begin : begin + CHUNK]
+            whole = len(chunk) // RUN * RUN
+            runs = chunk[:whole].reshape(-1, RUN).max(axis=1)
+            zeros += RUN * int((runs == 0).sum())
+            max_id = max(max_id, int(runs.max(initial=0)), int(chunk[whole:].max(initial=0)))
+        # Ranks may scan at the same time, and a folder of shared data may be read-only.
+        with contextlib.suppress(OSError):
+            replace_text(cache, json.dumps(state | {"max_id": max_id, "zeros": zeros}))
+        return {"max_id": max_id, "zeros": zeros}
+
+    @property
+    def zero_ids(self) -> int:
+        """Ids that are 0 in long runs, as in a hole of a sparse file."""
+        return self.scan.get("zeros", 0)  # older caches lack it
 
 
 class TokenStream:
@@ -157,7 +189,7 @@ def check_token_range(file: TokenFile, vocab_size: int) -> int:
     Raises:
         ValueError: for an id that the model has no embedding for.
     """
-    max_id = _scan(file)["max_id"]
+    max_id = file.scan["max_id"]
     if max_id == 0 and file.n_tokens >= LEAST_ZEROS:
         raise ValueError(
             f"{file.path} holds nothing but zeros ({file.n_tokens} ids): damaged or never filled; "
@@ -190,30 +222,3 @@ def check_token_range(file: TokenFile, vocab_size: int) -> int:
 def _unsigned(ids: Integer[np.ndarray, " N"]) -> Integer[np.ndarray, " N"]:
     # A negative id becomes a huge one, so that one bound finds both.
     return ids.view(np.dtype(f"u{ids.itemsize}").newbyteorder(ids.dtype.byteorder))
-
-
-def zero_ids(file: TokenFile) -> int:
-    """Ids that are 0 in long runs, as in a hole of a sparse file."""
-    return _scan(file).get("zeros", 0)  # older caches lack it
-
-
-def _scan(file: TokenFile) -> dict[str, Any]:
-    """The largest id and the zeros of a file, kept beside it."""
-    stat = file.path.stat()
-    state = {"dtype": file.dtype.str, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    state["fingerprint"] = content_fingerprint(file.path)
-    cache = file.path.with_name(f"{file.path.name}.max_id.json")
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        known = json.loads(cache.read_text(encoding="utf-8"))
-        if known | state == known and type(known["max_id"]) is int and known["max_id"] >= 0:
-            return known
-    tokens, max_id, zeros = _unsigned(file.map()), 0, 0
-    for begin in range(0, file.n_tokens, CHUNK):
-        chunk = tokens[begin : begin + CHUNK]
-        runs = chunk[: len(chunk) // RUN * RUN].reshape(-1, RUN).max(axis=1)
-        zeros += RUN * int((runs == 0).sum())
-        max_id = max(max_id, int(chunk.max()))
-    # Ranks may scan at the same time, and a folder of shared data may be read-only.
-    with contextlib.suppress(OSError):
-        replace_text(cache, json.dumps(state | {"max_id": max_id, "zeros": zeros}))
-    return {"max_id": max_id, "zeros": zeros}

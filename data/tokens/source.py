@@ -19,7 +19,7 @@ from data.tokens.folder import (
     split_fingerprint,
 )
 from data.tokens.foreign import find_files, is_foreign, open_files
-from data.tokens.memmap import TokenStream, check_token_range, zero_ids
+from data.tokens.memmap import TokenStream, check_token_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Source:
             for line in self.text_loss.losses
         ]
         for file in (file for split in splits for file in self.streams[split].files):
-            if zeros := zero_ids(file):
+            if zeros := file.zero_ids:
                 lines.append(
                     f"warning: {zeros:,} ids of {file.path} are zeros in long runs, as in a file "
                     "that was not copied in full; copy it again unless it is padded with id 0"
