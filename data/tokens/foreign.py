@@ -16,7 +16,7 @@ from data.tokens.memmap import (
     open_token_file,
 )
 from data.tokens.not_tokens import refuse_other_kinds
-from data.tokens.number_types import looks_narrow, prove_dtype, read_blocks
+from data.tokens.number_types import prove_dtype
 
 SUFFIXES = (".bin", ".npy")
 WORDS = {"train": {"train", "training"}, "val": {"val", "valid", "validation"}}
@@ -151,22 +151,12 @@ def _open(path: Path, given: str | None, proved: str | None, vocab_size: int) ->
     kind = _kind(path)
     if kind == "raw":
         assert proved is not None
-        return _open_raw(path, proved, vocab_size)
+        return open_token_file(path, proved, vocab_size)
     file = _open_npy(path) if kind == "npy" else _open_llm_c(path)
     if given is not None and file.dtype.newbyteorder("<") != DTYPES[given]:
         raise ValueError(
             f"{path} is {file.dtype.name} by its header, but data.dtype is {given}: leave "
             "data.dtype out"
-        )
-    return file
-
-
-def _open_raw(path: Path, dtype: str, vocab_size: int) -> TokenFile:
-    file = open_token_file(path, dtype, vocab_size)
-    if dtype == "uint32" and looks_narrow(read_blocks(path), vocab_size):
-        raise ValueError(
-            f"{path} looks like uint16 (all ids are below vocab_size {vocab_size}) but is read as "
-            "uint32, which has larger ones: set data.dtype uint16"
         )
     return file
 

@@ -13,7 +13,13 @@ import numpy as np
 from jaxtyping import Int, Integer
 
 from data.system.atomic import replace_text
-from data.tokens.number_types import MOST_IDS, looks_wide, read_blocks, refuse_other_types
+from data.tokens.number_types import (
+    MOST_IDS,
+    looks_narrow,
+    looks_wide,
+    read_blocks,
+    refuse_other_types,
+)
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 """Types of a file without a header, by the name that configs and `meta.json` use."""
@@ -166,6 +172,11 @@ def open_token_file(path: Path, dtype: str = "uint16", vocab_size: int = MOST_ID
             f"{path} starts with an llm.c header (magic {magic}), which is not tokens: convert it "
             f"by np.fromfile({path.name!r}, {DTYPES[LLM_C_MAGICS[magic]].str!r}, "
             "offset=1024).tofile(...)"
+        )
+    if dtype == "uint32" and looks_narrow(blocks, vocab_size):
+        raise ValueError(
+            f"{path} looks like uint16 (all ids are below vocab_size {vocab_size}) but is read as "
+            "uint32, which has larger ones: set data.dtype uint16"
         )
     return TokenFile(path, DTYPES[dtype])
 
