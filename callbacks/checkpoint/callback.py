@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 
-from callbacks.checkpoint.files import FOLDER, checkpoints, damage, file_name
+from callbacks.checkpoint.files import FOLDER, checkpoints, damage, file_name, reason
 from callbacks.checkpoint.plugin import AtomicCheckpointIO
 from callbacks.checkpoint.recovery import after_non_finite
 from callbacks.checkpoint.resume import forget_best, recount, refuse_other_run
@@ -25,13 +25,6 @@ from callbacks.run.trainer import Trainer
 from data.system.atomic import TEMPORARY
 from lm.finite import NonFiniteError
 from lm.module import LMModule
-
-
-def reason(error: BaseException) -> str:
-    """Return the message of an error, without the path of an OSError."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return f"[Errno {error.errno}] {error.strerror}"
-    return str(error)
 
 
 def newest(folder: Path) -> str:

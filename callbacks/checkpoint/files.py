@@ -108,6 +108,13 @@ def unreadable(error: OSError, path: Path) -> OSError:
     return OSError(error.errno, f"{error.strerror}: {advice}", str(path))
 
 
+def reason(error: BaseException) -> str:
+    """Return the message of an error, without the path of an OSError."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"[Errno {error.errno}] {error.strerror}"
+    return str(error)
+
+
 def unusable(path: Path) -> str | None:
     """Why a checkpoint or a weights-only file must not be used, or None.
 

@@ -14,8 +14,7 @@ def verify(argv: list[str]) -> None:
     )
     place = Path(parser.parse_args(argv).ckpt_path)
 
-    from callbacks.checkpoint.callback import reason
-    from callbacks.checkpoint.files import WEIGHTS, checkpoints, unusable
+    from callbacks.checkpoint.files import WEIGHTS, checkpoints, reason, unusable
     from lm.trained import has_checksum
 
     if not place.exists():
