@@ -1,9 +1,8 @@
 """Weights files and exported folders, beside the checkpoints."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback
@@ -12,6 +11,7 @@ from callbacks.checkpoint.files import WEIGHTS
 from callbacks.run.announce import announce
 from callbacks.run.folder import contract
 from callbacks.run.steps import at_step_edge, is_dry_run
+from callbacks.run.trained import export_weights
 from callbacks.run.trainer import Trainer
 from callbacks.throughput import pause_clock
 from data.system.atomic import TEMPORARY, replaced
@@ -42,15 +42,6 @@ class Weights(Callback):
             )
         self.save_at_end, self.export_every_n_steps = save_at_end, export_every_n_steps
         self._trained = False
-        self.export: Callable[[Path, Path], list[str]] | None = None
-        """Exports a weights-only file to a folder; set by the command line."""
-
-    def setup(self, trainer: Trainer, pl_module: LMModule, stage: str) -> None:
-        if self.export_every_n_steps is not None and self.export is None:
-            raise ValueError(
-                "weights.export_every_n_steps is set, but nothing is given that exports; it works "
-                "with lightning fit"
-            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:
         self._trained = True
@@ -98,7 +89,7 @@ class Weights(Callback):
         state = torch.random.get_rng_state()
         try:
             self._write(trainer, pl_module, file)
-            lines = cast(Any, self.export)(file, folder)
+            lines = export_weights(file, folder)
         except Exception as error:  # training goes on
             announce(f"warning: {folder} not written: {error}")
         else:

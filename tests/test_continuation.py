@@ -9,7 +9,7 @@ import pytest
 from conftest import Lightning, RunYaml
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from callbacks.commands.trained import load_trained, read_trained
+from callbacks.run.trained import load_trained, read_trained
 from data.prepare.prepare import Settings, prepare_files
 from data.prepare.vocabulary import byte_tokenizer
 from data.text import continuation as module

@@ -21,11 +21,11 @@ def drill(argv: list[str]) -> None:
     if options.steps is not None and options.steps < 6:
         raise ValueError(f"--steps is {options.steps}: must be at least 6, to save and validate")
 
-    from callbacks.commands.plan import run_plan
     from callbacks.config.files import read_pipes
     from callbacks.drill import drill as fire_drill
     from callbacks.run.devices import count_devices, device_type
     from callbacks.run.lightning_cli import parse_run
+    from callbacks.run.plan import run_plan
     from lm.compile import why_not_compiled
     from lm.flops import flops_per_token
 

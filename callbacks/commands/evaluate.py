@@ -6,14 +6,14 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from callbacks.commands.trained import (
+from callbacks.config.options import LineParser, integer, local_path, nonempty
+from callbacks.run.trained import (
     TRAINED,
     load_trained,
     read_trained,
     tokenizer_of,
     usable_device,
 )
-from callbacks.config.options import LineParser, integer, local_path, nonempty
 
 
 def evaluate(argv: list[str]) -> None:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from callbacks.commands.trained import TRAINED, read_trained, tokenizer_of
 from callbacks.config.options import LineParser, finite, local_path
+from callbacks.run.trained import TRAINED, read_trained, tokenizer_of
 
 
 def export(argv: list[str]) -> None:

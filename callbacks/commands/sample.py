@@ -5,8 +5,8 @@ import sys
 import time
 from functools import partial
 
-from callbacks.commands.trained import TRAINED, load_trained
 from callbacks.config.options import LineParser, finite, integer, local_path, utf8
+from callbacks.run.trained import TRAINED, load_trained
 
 
 def sample(argv: list[str]) -> None:

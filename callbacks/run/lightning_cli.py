@@ -18,8 +18,6 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from callbacks.checkpoint.callback import AtomicCheckpoint
 from callbacks.checkpoint.files import resolve
-from callbacks.commands.plan import run_plan
-from callbacks.commands.trained import export_weights
 from callbacks.config.files import read_arguments, read_pipes
 from callbacks.config.parser import RunParser, hinted, keys_of
 from callbacks.config.values import dump_yaml, load_yaml
@@ -35,6 +33,7 @@ from callbacks.processes.stop_requests import stop
 from callbacks.progress import Progress
 from callbacks.run.devices import count_devices, device_type
 from callbacks.run.folder import RunConfig, RunRecord, code_fingerprint, lock, versions
+from callbacks.run.plan import run_plan
 from callbacks.run.starting_weights import read_start
 from callbacks.run.steps import is_dry_run
 from callbacks.run.trainer import Trainer
@@ -153,9 +152,6 @@ class RunCLI(LightningCLI):
             return None
         trainer: Any = super().instantiate_trainer(**kwargs)
         trainer.peer_facts = self.common_facts
-        for callback in trainer.callbacks:
-            if isinstance(callback, Weights):
-                callback.export = export_weights
         if self.command == "fit":
             self.add_tracker(trainer, root)
         return trainer

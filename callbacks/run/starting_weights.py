@@ -5,8 +5,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from callbacks.commands.trained import read_trained
 from callbacks.run.announce import announce
+from callbacks.run.trained import read_trained
 from data.datamodule import LMDataModule
 from data.text.tokenizer import TextTokenizer, check_same_ids
 from lm.module import LMModule

@@ -1,4 +1,4 @@
-"""Trained models, read for commands: model, tokenizer, device."""
+"""Trained models by path: model, tokenizer, device."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
