@@ -48,6 +48,11 @@ def clipped(scale: Tensor, norm: Tensor, clip_val: float | None) -> Tensor:
     return scale * (clip_val / (norm + 1e-6)).clamp(max=1.0) if clip_val else scale
 
 
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether every parameter group is updated by a fused kernel."""
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
 def skip_if_not_finite(
     optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], finite: Tensor
 ) -> None:
@@ -56,7 +61,7 @@ def skip_if_not_finite(
     A fused optimizer reads `found_inf`, without a host/device synchronization. Others skip
     parameters without a gradient.
     """
-    if all(group.get("fused") for group in optimizer.param_groups):
+    if is_fused(optimizer):
         optimizer.found_inf = (~finite).float()  # pyright: ignore[reportAttributeAccessIssue]
     elif not finite:
         for parameter in parameters:

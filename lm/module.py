@@ -21,7 +21,7 @@ from lm.experts import balance_loss, expert_metrics
 from lm.finite import few
 from lm.flops import flops_per_token
 from lm.generate import generate
-from lm.gradients import SkippedUpdates, clipped, skip_if_not_finite, total_norm
+from lm.gradients import SkippedUpdates, clipped, is_fused, skip_if_not_finite, total_norm
 from lm.loss import IGNORE_INDEX, cross_entropy_sum, shift, softmax_step
 from lm.model import LM, plain_keys
 from lm.optim import build_optimizer, layout, override_stored_settings, use_fused
@@ -254,7 +254,7 @@ class LMModule(LightningModule):
         factor = clipped(scale, norm, gradient_clip_val)
         finite = torch.isfinite(norm)
         self._skipped.count(finite)
-        self._check_progress(named, fused=all(g.get("fused") for g in optimizer.param_groups))
+        self._check_progress(named, fused=is_fused(optimizer))
         skip_if_not_finite(optimizer, [*named.values()], finite)
         # On a CPU reading the factor costs nothing, unlike a pass over all gradients.
         if self.device.type != "cpu" or factor != 1:
