@@ -1,4 +1,4 @@
-"""What of a run's data must not change between two starts."""
+"""Properties of the data that must not change between two starts of a run."""
 
 from typing import Any
 

@@ -158,7 +158,7 @@ class LMDataModule(LightningDataModule):
 
     @property
     def source_names(self) -> list[str]:
-        """What is validated apart: the sources of a mixture."""
+        """Names of the sources that are also validated separately: those of a mixture."""
         return list(self.paths) if self.mixed else []
 
     @property
@@ -180,7 +180,7 @@ class LMDataModule(LightningDataModule):
 
     @functools.cached_property
     def tokenizer(self) -> TextTokenizer:
-        """What turns text into ids and back.
+        """Tokenizer of the data.
 
         Raises:
             ValueError: the token files are of others, and nothing names their tokenizer.
@@ -242,7 +242,7 @@ class LMDataModule(LightningDataModule):
         return sources
 
     def training_samples(self) -> Samples:
-        """What the run trains on, by number of the sample; needs no Trainer."""
+        """Return the training samples; needs no Trainer."""
         self._open_sources()
         return self._mixture(self.windows)
 
@@ -454,7 +454,7 @@ class LMDataModule(LightningDataModule):
         }
 
     def refused_changes(self, old: dict[str, Any]) -> list[str]:
-        """What of a checkpoint's contract does not allow this run to go on from it."""
+        """Return the differences from a checkpoint's contract that forbid resuming from it."""
         trainer = self._trainer()
         faults = refused_changes(old, self.contract(), self.allow_data_change)
         if old["global batch size"] != self.global_batch_size and not self.allow_batch_change:

@@ -13,7 +13,7 @@ from data.system.processes import signals_held, start_worker
 
 
 class StepBatches:
-    """Batch sampler of one rank: the samples of each micro-batch from a step on.
+    """Batch sampler of one rank: the sample numbers of each micro-batch, starting at a step.
 
     Its length is always that of the whole run, as Lightning counts batches from step 0; only
     the iteration starts later. A length of what remains would make it train data twice.

@@ -30,7 +30,7 @@ NAME = re.compile(r"step-(\d+)\.ckpt")
 
 
 def file_name(step: int) -> str:
-    """Name of a step's file, as `NAME` reads it."""
+    """Return the file name of a step's checkpoint, which `NAME` matches."""
     return f"step-{step:08d}.ckpt"
 
 

@@ -27,7 +27,7 @@ def evaluate(argv: list[str]) -> None:
         default=[],
         type=local_path,
         metavar="FILE",
-        help="UTF-8 files to foretell",
+        help="UTF-8 files to evaluate on",
     )
     words = "ids by which the window moves on; unset: half of the context"
     add("--stride", type=integer, metavar="N", help=words)
@@ -61,7 +61,7 @@ def evaluate(argv: list[str]) -> None:
 
 
 def evaluate_texts(options: argparse.Namespace) -> None:
-    """Print the bits per byte of each text, and of all together."""
+    """Print the bits per byte of each text, and of all texts together."""
     from data.system.threads import in_thread
     from data.text.text_loss import TextLoss
     from lm.evaluate import bits_per_byte, loss_of_text
@@ -91,7 +91,7 @@ def evaluate_texts(options: argparse.Namespace) -> None:
                 "are not comparable",
                 file=sys.stderr,
             )
-        # As a document stands in the data: after its bos, or after the end of another.
+        # Documents in the data follow their bos, or the EOS of the previous one.
         ids = [*(start or [tokenizer.eos_id]), *row]
         nats = loss_of_text(model, ids, stride)
         if not math.isfinite(nats):

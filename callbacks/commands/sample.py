@@ -72,7 +72,7 @@ def sample(argv: list[str]) -> None:
 
 
 def piped_prompt() -> str:
-    """What stdin holds, as UTF-8."""
+    """Return the text of standard input, decoded as UTF-8."""
     if sys.stdin.isatty():
         raise ValueError("there is no prompt; give --prompt TEXT or pipe text in")
     if isinstance(sys.stdin, io.TextIOWrapper):

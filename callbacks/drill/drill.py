@@ -177,11 +177,11 @@ def plan_kills(kills: int, draw: random.Random, accumulates: bool, validates: bo
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a drill saw."""
+    """Result of a drill."""
 
     starts: list[Start]
     found: list[tuple[str, int]]
-    """Places that differ from the run in peace, and in how many bits."""
+    """Places that differ from the uninterrupted run, with the number of differing bits."""
 
     @property
     def kills(self) -> int:
@@ -197,7 +197,7 @@ class Outcome:
 def drill(
     arguments: list[str], root: Path, plan: list[str], draw: random.Random, say: Say
 ) -> Outcome:
-    """Run once in peace, then with kills until all are done.
+    """Run once without interruption, then with kills until all are done.
 
     A run that comes to its end before the last kill is compared, and another one is begun.
 
