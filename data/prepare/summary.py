@@ -8,6 +8,17 @@ from data.prepare.texts import BLANK, EMPTY, NULS, OVERLAP, REPLACED, UNDECODED,
 from data.prepare.work import SPLITS
 from data.text.text_loss import TextLoss
 
+WARNINGS = {
+    REPLACED: "documents with invalid UTF-8, replaced by U+FFFD",
+    UNDECODED: "characters of the inputs are U+FFFD, which stands for bytes that another program "
+    "could not decode: fetch or convert the text again",
+    NULS: "documents hold NUL characters, which are kept",
+    UNSPLIT: "text files do not hold the separator of --split_documents: each is one document",
+    OVERLAP: "training documents are in the validation files too: the validation loss is too low; "
+    "take them out of either",
+}
+"""Counted reasons that get a line of their own, which begins with the count."""
+
 
 def summary(meta: dict[str, Any], output: Path) -> list[str]:
     """Lines on what was written and what was left out; a warning where that was a fault."""
@@ -23,25 +34,9 @@ def summary(meta: dict[str, Any], output: Path) -> list[str]:
     none = [(reason, left.pop(reason, 0)) for reason in (BLANK, EMPTY)]
     if skipped := [f"{count:,} {reason}{'s' * (count > 1)}" for reason, count in none if count]:
         lines.append(f"{' and '.join(skipped)} skipped")
-    if replaced := left.pop(REPLACED, 0):
-        lines.append(f"warning: {replaced:,} documents with invalid UTF-8, replaced by U+FFFD")
-    if undecoded := left.pop(UNDECODED, 0):
-        lines.append(
-            f"warning: {undecoded:,} characters of the inputs are U+FFFD, which stands for bytes "
-            "that another program could not decode: fetch or convert the text again"
-        )
-    if nuls := left.pop(NULS, 0):
-        lines.append(f"warning: {nuls:,} documents hold NUL characters, which are kept")
-    if unsplit := left.pop(UNSPLIT, 0):
-        lines.append(
-            f"warning: {unsplit:,} text files do not hold the separator of --split_documents: each "
-            "is one document"
-        )
-    if overlap := left.pop(OVERLAP, 0):
-        lines.append(
-            f"warning: {overlap:,} training documents are in the validation files too: the "
-            "validation loss is too low; take them out of either"
-        )
+    for reason, text in WARNINGS.items():
+        if count := left.pop(reason, 0):
+            lines.append(f"warning: {count:,} {text}")
     if pairs := meta.get("repeated"):
         one, other = pairs[0]
         more = f" and {len(pairs) - 1:,} more" if pairs[1:] else ""
