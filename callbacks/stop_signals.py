@@ -142,7 +142,7 @@ class StopSignals(Checkpoint):
             return
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, AtomicCheckpoint):
-                callback.tells = False
+                callback.final_step = trainer.global_step
                 callback.save_now(trainer)
                 if failure := callback.wait(trainer):
                     raise RuntimeError(

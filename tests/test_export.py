@@ -242,7 +242,7 @@ def test_weights_that_are_not_finite_are_named(
     told = refusal(lightning, "export", "--ckpt_path", path, "--output", tmp_path / "out")
     sound = path.with_name("step-00000004.ckpt")
     fault = "not finite: state_dict.net.model.norm.weight"
-    assert told == f"error: {path} is of no use: {fault}; the newest sound one is {sound}"
+    assert told == f"error: {path} cannot be used: {fault}; the newest intact one is {sound}"
     assert not (tmp_path / "out").exists()
 
 

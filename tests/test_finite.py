@@ -80,7 +80,7 @@ def test_checkpoint_with_a_bad_number_is_refused_by_name(lightning, run):
     path = spoil(run / "checkpoints" / "step-00000006.ckpt")
     older = run / "checkpoints" / "step-00000004.ckpt"
     assert refused(lightning, "sample", "--ckpt_path", path, "--prompt", "a") == (
-        f"error: {path} is of no use: not finite: {WEIGHT}; the newest sound one is {older}"
+        f"error: {path} cannot be used: not finite: {WEIGHT}; the newest intact one is {older}"
     )
     assert lightning("verify", "--ckpt_path", run)[:2] == (
         1,
@@ -95,7 +95,7 @@ def test_weights_to_begin_with_must_be_finite(lightning, run, run_yaml, tmp_path
     other = {"trainer.default_root_dir": str(tmp_path / "other")}
     config = run_yaml(other | {"model.from_weights": str(moved)})
     assert refused(lightning, "fit", "--config", config) == (
-        f"error: {moved} is of no use: not finite: {WEIGHT}; no sound one is beside it"
+        f"error: {moved} cannot be used: not finite: {WEIGHT}; no intact one is beside it"
     )
 
 

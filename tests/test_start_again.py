@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import Lightning, RunYaml
 
-from callbacks.checkpoint.files import resolve
+from callbacks.checkpoint.ckpt_path import resolve
 from lm.trained import from_weights_file
 
 PAST = "past its last step 4: nothing is left to train and no file is changed"

@@ -1,4 +1,4 @@
-"""Checkpoint callback: when to save, which checkpoints to keep, and what they hold."""
+"""AtomicCheckpoint: when a run is saved, which checkpoints are kept, and what they hold."""
 
 import contextlib
 import functools
@@ -27,8 +27,8 @@ from lm.finite import NonFiniteError
 from lm.module import LMModule
 
 
-def newest(folder: Path) -> str:
-    """Return the newest checkpoint as text, for the message about a failed save."""
+def newest_name(folder: Path) -> str:
+    """Return the part of an error about a failed save that names the newest checkpoint."""
     for _, path in checkpoints(folder)[:1]:
         return f"the newest checkpoint is {path.name}"
     return "there is no checkpoint yet"
@@ -52,14 +52,14 @@ class AtomicCheckpoint(Checkpoint):
         keep_last: int = 3,
         keep_every: int | None = None,
     ) -> None:
-        """Set up saving and retention.
+        """Set when to save and what to keep.
 
         Args:
             every_n_steps: Optimizer steps between saves. The last step and each new best
                 validation loss are saved too.
-            every_minutes: Save too when so many minutes have gone by since the last save.
-            keep_last: Newest files kept, beside the best by validation loss.
-            keep_every: Keep the files of every so many steps for good.
+            every_minutes: Also save when this many minutes have passed since the last save.
+            keep_last: Number of newest checkpoints to keep, beside the best by validation loss.
+            keep_every: Keep every checkpoint whose step is a multiple of this, forever.
         """
         for name, value in (("every_n_steps", every_n_steps), ("keep_last", keep_last)):
             if value < 1:
@@ -81,9 +81,9 @@ class AtomicCheckpoint(Checkpoint):
         self._random_states: list[dict[str, Any]] = []
         self._states_before_validation: dict[str, Any] = {}
         self._kept_best: float | None = None
-        self._failure: str | None = None
-        self.tells = True
-        """Whether a failed save is told here; whoever ends the run tells it in its own line."""
+        self._failure: str | None = None  # of the latest write
+        self.final_step = -1
+        """Step of the run's last save, whose failure is reported by the error that ends the run."""
         self._diverged: NonFiniteError | None = None
         self._forget: str | None = None
 
@@ -93,8 +93,8 @@ class AtomicCheckpoint(Checkpoint):
         folder = Path(trainer.default_root_dir, FOLDER)
         if stage == "fit" and folder.exists() and not folder.is_dir():
             raise ValueError(
-                f"{folder} is a file, and checkpoints are written to a folder of that name; rename "
-                "it, or give another trainer.default_root_dir"
+                f"{folder} is a file: checkpoints are written to a folder of that name; rename it, "
+                "or give another trainer.default_root_dir"
             )
         trainer.strategy.checkpoint_io = AtomicCheckpointIO(
             trainer, lambda checkpoint: self.check(trainer, checkpoint)
@@ -109,7 +109,7 @@ class AtomicCheckpoint(Checkpoint):
         if self._diverged is not None and trainer.world_size == 1:
             raise self._diverged
         if validation_follows(trainer, batch_idx):
-            # The start of a validation draws from them, and an interrupted validation starts again.
+            # A validation draws random numbers when it starts, and an interrupted one starts again.
             self._states_before_validation = random_states()
             return
         if self._due(trainer):
@@ -134,18 +134,12 @@ class AtomicCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LMModule) -> None:
         failure = self.wait(trainer)
-        diverged = trainer.strategy.broadcast(self._diverged)
-        if not diverged and (failure or self._saved_step != trainer.global_step > 0):
-            if self._saved_step != trainer.global_step:
-                self.save_now(trainer)
-            elif trainer.is_global_zero:
-                # The copy: an average of weights may have replaced the weights since.
-                writer(trainer).write_again(self._after_write(trainer, verify=True))
-            failure = self.wait(trainer)
-            diverged = trainer.strategy.broadcast(self._diverged)
-        if diverged:
-            raise diverged
-        if failure:
+        if self._saved_step != trainer.global_step > 0:
+            self.save_now(trainer)
+        elif failure and trainer.is_global_zero:
+            # Not the current weights, which a callback may have replaced by an average.
+            writer(trainer).write_again(self._after_write(trainer, verify=True))
+        if failure := self.wait(trainer):
             raise RuntimeError(f"the last checkpoint could not be written: {failure}")
 
     def make_up_validation(self, trainer: Trainer) -> None:
@@ -170,27 +164,26 @@ class AtomicCheckpoint(Checkpoint):
         return bool(trainer.largest(int(over)))
 
     def save_now(self, trainer: Trainer, verify: bool = False) -> None:
-        """Start to write the state of the step just finished, unless it is saved already.
+        """Start saving the state of the step just finished, unless it is saved already.
 
-        Returns when the state is copied; `wait` returns when it is on disk.
+        Returns when the state is copied; `wait` returns when the file is on disk.
         """
         step = trainer.global_step
         if is_dry_run(trainer) or step == self._saved_step:
             return
         if trainer.world_size > 1:
             self.wait(trainer)
-            if (diverged := trainer.strategy.broadcast(self._diverged)) is not None:
-                raise diverged
         # Metrics up to this step must survive a kill or power failure after it.
         save_logs(trainer)
         path = Path(trainer.default_root_dir, FOLDER, file_name(step))
         self._saved_step, self._saved_at = step, self._now()
-        verify = verify or step == trainer.max_steps
+        if step == trainer.max_steps:
+            verify, self.final_step = True, step
         try:
             trainer.save_checkpoint(path)
         except (OSError, RuntimeError) as error:
             if is_lost(error):
-                raise  # not the disk: another process has ended, which ends the run
+                raise  # another process has ended, which ends the run
             self._saved_step = -1
             self._finish(path, verify, error)
             return
@@ -200,7 +193,7 @@ class AtomicCheckpoint(Checkpoint):
     def _after_write(
         self, trainer: Trainer, verify: bool
     ) -> Callable[[BaseException | None], None]:
-        """Return the callback for the end of the write in flight; it takes the error or None."""
+        """Return the function to call with the error of the write in flight, or None."""
         step = trainer.global_step
         in_row = trainer.lightning_module.skipped_in_row
         return functools.partial(
@@ -208,13 +201,20 @@ class AtomicCheckpoint(Checkpoint):
             Path(trainer.default_root_dir, FOLDER, file_name(step)),
             verify,
             best=self.best.get("step"),
-            sound_until=step - in_row if in_row else None,
+            finite_until=step - in_row if in_row else None,
         )
 
     def wait(self, trainer: Trainer) -> str | None:
-        """Wait for the write in flight, and return its failure or None on all ranks."""
+        """Wait for the write in flight; return its failure or None, the same on all ranks.
+
+        Raises:
+            NonFiniteError: the state to be saved is not finite.
+        """
         writer(trainer).wait()
-        return trainer.strategy.broadcast(self._failure)
+        failure, diverged = trainer.strategy.broadcast((self._failure, self._diverged))
+        if diverged is not None:
+            raise diverged
+        return failure
 
     def _finish(
         self,
@@ -222,7 +222,7 @@ class AtomicCheckpoint(Checkpoint):
         verify: bool,
         error: BaseException | None,
         best: float | None = None,
-        sound_until: int | None = None,
+        finite_until: int | None = None,
     ) -> None:
         """Verify a finished write if requested, then remove expired checkpoints."""
         if isinstance(error, NonFiniteError):
@@ -232,48 +232,46 @@ class AtomicCheckpoint(Checkpoint):
             fault = reason(error) if error else damage(path) if verify else None
         except OSError as unread:
             fault = reason(unread)
-        # A failed write does not end the run; that of the last step is tried once more.
-        before = self._failure
-        self._failure = f"{path}: {fault}; {newest(path.parent)}" if fault else None
+        self._failure = f"{path}: {fault}; {newest_name(path.parent)}" if fault else None
         if self._diverged:
             return
         if self._failure:
-            if self.tells and self._failure != before:  # the last step's is tried twice
+            if path.name != file_name(self.final_step):
                 announce(f"error: checkpoint not saved: {self._failure}")
             return
         reach("before retention")
         try:
-            self._retain(path.parent, best, sound_until)
+            self._prune(path.parent, best, finite_until)
         except OSError as unkept:
             announce(f"warning: an older checkpoint could not be removed: {unkept}")
 
-    def _retain(self, folder: Path, best: float | None, sound_until: int | None = None) -> None:
+    def _prune(self, folder: Path, best: float | None, finite_until: int | None = None) -> None:
         """Remove expired checkpoints.
 
         Args:
-            sound_until: Last step with a finite gradient, while updates are being skipped. The
-                newest file from before it stays: that step itself may have broken the weights.
+            finite_until: Last step with a finite gradient, while updates are being skipped. The
+                newest file from before it is kept: that step itself may have broken the weights.
         """
         held = checkpoints(folder)
-        sound = [step for step, _ in held if sound_until is not None and step < sound_until][:1]
+        finite = [step for step, _ in held if finite_until is not None and step < finite_until][:1]
         # The previous best stays until the new best is on disk.
         if best in [step for step, _ in held]:
             self._kept_best = best
         for place, (step, path) in enumerate(held):
             forever = self.keep_every is not None and step % self.keep_every == 0
-            kept = step in (self._kept_best, *sound) or forever
+            kept = step in (self._kept_best, *finite) or forever
             if place >= self.keep_last and not kept and not path.is_dir():
                 path.unlink(missing_ok=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LMModule, exception: BaseException) -> None:
         if isinstance(exception, NonFiniteError) and exception.step and not is_dry_run(trainer):
-            # The write in flight may still add or remove a file.
+            # The advice names a checkpoint, and the write in flight may add or remove one.
             with contextlib.suppress(Exception):
                 writer(trainer).wait()
             root, lr = Path(trainer.default_root_dir), pl_module.optim_config.lr
             exception.add_note(after_non_finite(root, exception.step, lr, self.every_n_steps))
 
-    # State beside Lightning's own
+    # Contents
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": dict(self.best)}
@@ -296,10 +294,10 @@ class AtomicCheckpoint(Checkpoint):
     # Resuming
 
     def check(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another run; announce other changes.
+        """Check that a checkpoint belongs to this run, and announce changed settings.
 
         Raises:
-            ValueError: the model, the data, their order or the seed differ; names every one.
+            ValueError: the model, the data, their order or the seed differ; lists every difference.
         """
         refuse_other_run(trainer, checkpoint)
         self._random_states = checkpoint["random_states"]
@@ -310,7 +308,7 @@ class AtomicCheckpoint(Checkpoint):
         if trainer.state.fn != "fit":
             return
         step, due = checkpoint["global_step"], checkpoint.get("validation_due", False)
-        # After its validation the step's file is written again.
+        # A validation that was interrupted runs first, and the step is saved again after it.
         self._saved_step, self._validation_due_at = (-1, step) if due else (step, -1)
         recount(trainer, checkpoint, due)
         why = forget_best(trainer, checkpoint) if trainer.is_global_zero else None
@@ -325,27 +323,27 @@ class AtomicCheckpoint(Checkpoint):
             self.best = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:
-        # A state that cannot be saved is refused now, not at the first save.
+        # A callback whose state cannot be saved is refused now, not at the first save.
         for callback in trainer.callbacks:
             plain(callback.state_dict(), f"callbacks.{callback.state_key}")
-        # Only here is it certain that the run goes on: a start that is refused changes no file.
-        self._put_in_order(trainer)
-        # After all set-up, which draws random numbers of its own.
+        # A start that is refused changes no file, and this start no longer can be.
+        self._tidy(trainer)
+        # Last, because the set-up of other parts draws random numbers.
         if trainer.global_rank < len(self._random_states):
             restore_random_states(self._random_states[trainer.global_rank])
         self._states_before_validation = random_states()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LMModule) -> None:
-        # A kill after the last write of a run, and before its retention, leaves one file too many.
+        # A kill between the last write of a run and its pruning leaves one file too many.
         held = checkpoints(Path(trainer.default_root_dir))
         if held and held[0][0] == trainer.global_step == trainer.max_steps:
-            self._put_in_order(trainer)
+            self._tidy(trainer)
 
-    def _put_in_order(self, trainer: Trainer) -> None:
-        """Remove what a kill left, and rename what is newer than the step resumed from.
+    def _tidy(self, trainer: Trainer) -> None:
+        """Remove temporary files, and set aside checkpoints newer than the step resumed from.
 
-        Those files are damaged or from an abandoned branch of the run. Otherwise `last` would
-        mean them again, and retention would count them as the newest.
+        They are damaged or from an abandoned branch of the run. `last` would find them again, and
+        pruning would count them as the newest.
         """
         folder, step = Path(trainer.default_root_dir, FOLDER), trainer.global_step
         if not trainer.is_global_zero or is_dry_run(trainer) or not folder.is_dir():
@@ -357,4 +355,4 @@ class AtomicCheckpoint(Checkpoint):
                 path.rename(path.with_name(f"{path.name}.set-aside"))
                 announce(f"set aside {path}: newer than the step that the run goes on from")
         if step > 0:
-            self._retain(folder, self.best.get("step"))
+            self._prune(folder, self.best.get("step"))

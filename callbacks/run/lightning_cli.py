@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from callbacks.checkpoint.callback import AtomicCheckpoint
-from callbacks.checkpoint.files import resolve
+from callbacks.checkpoint.ckpt_path import resolve
 from callbacks.config.files import read_arguments, read_pipes
 from callbacks.config.parser import RunParser, hinted, keys_of
 from callbacks.config.values import dump_yaml, load_yaml
