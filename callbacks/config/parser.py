@@ -9,6 +9,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from callbacks.config.options import whole_number
 from callbacks.config.values import Keys, members, rule
+from callbacks.run.patches import argument_types, is_inner_parser
 
 # Keys by the names that other trainers have for them.
 ALIASES = {
@@ -107,18 +108,15 @@ class RunParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise `ValueError` instead of printing the usage of every key."""
-        if getattr(self, "_inner_parser", False):  # of a class: the whole one has the last word
+        if is_inner_parser(self):  # the outer parser reports it with the key
             raise ValueError(message) from None
         raise ValueError(hinted(" ".join(message.split()), RunParser.keys)) from None
 
 
 def keys_of(parser: LightningArgumentParser) -> Keys:
     """Return the keys that a parser takes; linked ones are not among them."""
-    hints = {
-        action.dest: getattr(action, "_typehint", None)
-        for action in parser._actions
-        if not action.dest.endswith("help")
-    }
+    types = argument_types(parser)
+    hints = {key: hint for key, hint in types.items() if not key.endswith("help")}
     return {
         key: hint
         for key, hint in hints.items()

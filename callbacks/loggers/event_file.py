@@ -10,8 +10,9 @@ from typing import Any, cast
 
 from tensorboard.compat.proto import event_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard import FileWriter, SummaryWriter
+from torch.utils.tensorboard import FileWriter
 
+from callbacks.run.patches import PatchedSummaryWriter
 from data.system.atomic import make_folder, naming, sync
 
 FLUSH_SECONDS = 30.0
@@ -90,23 +91,21 @@ class EventFile:
         self.flush()
 
 
-class Page(SummaryWriter):
-    """PyTorch's `SummaryWriter` over an `EventFile`; rows of other files from a step on go."""
+class Writer(FileWriter):
+    """PyTorch's `FileWriter` over an `EventFile`; its own constructor would start a thread."""
+
+    def __init__(self, events: EventFile) -> None:
+        self.event_writer = cast(Any, events)
+
+
+class Page(PatchedSummaryWriter):
+    """PyTorch's `SummaryWriter` over an `EventFile`, which hides older rows from a step on."""
 
     def __init__(self, events: EventFile, purge_step: int) -> None:
-        self._events = events
-        super().__init__(events.get_logdir(), purge_step=purge_step)
+        super().__init__(Writer(events), purge_step)
         begins = _proto.SessionLog(status=_proto.SessionLog.START)
         for event in (
             _proto.Event(step=purge_step, file_version="brain.Event:2"),
             _proto.Event(step=purge_step, session_log=begins),
         ):
-            self._get_file_writer().add_event(event)
-
-    def _get_file_writer(self) -> Any:
-        if self.file_writer is None:
-            # Its constructor would open a file and start a thread.
-            writer = FileWriter.__new__(FileWriter)
-            writer.event_writer = cast(Any, self._events)
-            self.file_writer, self.all_writers = writer, {self._events.get_logdir(): writer}
-        return self.file_writer
+            events.add_event(event)

@@ -6,7 +6,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -43,6 +43,7 @@ class SeamlessTensorBoard(TensorBoardLogger):
         self._plan = plan
         self._purge_step: int | None = None
         self._events: EventFile | None = None
+        self._page: Page | None = None
         self._fails = False
 
     @property
@@ -54,10 +55,10 @@ class SeamlessTensorBoard(TensorBoardLogger):
     @rank_zero_experiment
     def experiment(self) -> Any:
         # Lightning asks at set-up, before the position is known, and the answer must purge.
-        if self._experiment is None and self._purge_step is not None:
+        if self._page is None and self._purge_step is not None:
             self._events = EventFile(self._folder, self._tell)
-            self._experiment = cast(Any, Page(self._events, self._purge_step))
-        return self._experiment
+            self._page = Page(self._events, self._purge_step)
+        return self._page
 
     def _tell(self, error: OSError | None) -> None:
         if error is not None and not self._fails:
@@ -90,10 +91,13 @@ class SeamlessTensorBoard(TensorBoardLogger):
     ) -> None:
         """Show settings beside the validation loss, under HParams."""
         # Lightning's own adds a made-up value to the curve of each metric it is given.
-        plain = self._sanitize_params(vars(params) if isinstance(params, Namespace) else params)
-        writer = self.experiment._get_file_writer()
+        params = vars(params) if isinstance(params, Namespace) else params
+        plain = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in params.items()
+        }
         for summary in hparams(plain, {"val/loss": 0.0}):
-            writer.add_summary(summary)
+            self.experiment.file_writer.add_summary(summary)
 
     def _names(self) -> list[str]:
         return os.listdir(self._folder) if self._folder.exists() else []

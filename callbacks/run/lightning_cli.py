@@ -14,7 +14,7 @@ import jsonargparse
 import yaml
 from jsonargparse.typing import restricted_number_type
 from lightning.pytorch import Callback
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser
 
 from callbacks.checkpoint.callback import AtomicCheckpoint
 from callbacks.checkpoint.ckpt_path import resolve
@@ -33,6 +33,7 @@ from callbacks.processes.stop_requests import stop
 from callbacks.progress import Progress
 from callbacks.run.devices import count_devices, device_type
 from callbacks.run.folder import RunConfig, RunRecord, code_fingerprint, lock, versions
+from callbacks.run.patches import PatchedCLI
 from callbacks.run.plan import run_plan
 from callbacks.run.starting_weights import read_start
 from callbacks.run.steps import is_dry_run
@@ -59,7 +60,7 @@ LINKS = {
 OWN_KEYS = ("config", "data.path", "data.tokenizer", "data.num_workers")
 
 
-class RunCLI(LightningCLI):
+class RunCLI(PatchedCLI):
     """LightningCLI for one command; without a command it only parses and makes the parts."""
 
     trainer: Trainer
@@ -87,7 +88,11 @@ class RunCLI(LightningCLI):
 
     def section(self, name: str) -> Any:
         """Return a section of the configuration, such as trainer."""
-        return self._get(self.config, name)
+        return self.config.get(str(self.command), self.config)[name]
+
+    def instance(self, name: str) -> Any:
+        """Return a section of the configuration with its classes instantiated."""
+        return self.config_init.get(str(self.command), self.config_init)[name]
 
     def subcommands(self) -> dict[str, set[str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         loaders = {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
@@ -102,6 +107,7 @@ class RunCLI(LightningCLI):
         parser.add_argument("--seed_everything", type=seed, default=1337, help=words)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        self.run_parser = parser
         # argparse's own would name all keys, twice a screen.
         parser.usage = f"lightning {self.command or 'prepare'} [--config FILE] [--KEY VALUE ...]"
         parser.add_lightning_class_args(AtomicCheckpoint, "checkpoint")
@@ -120,11 +126,8 @@ class RunCLI(LightningCLI):
             parser.add_argument("--ckpt_path", type=str | None, help=words)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        RunParser.keys = keys_of(self._parser(self.command))
+        RunParser.keys = keys_of(self.run_parser)
         super().parse_arguments(parser, read_arguments(args, RunParser.keys, LINKS))
-
-    def _parse_ckpt_path(self) -> None:
-        """Not Lightning's: that lets a file's settings override the command line's."""
 
     def instantiate_classes(self) -> None:
         try:
@@ -144,7 +147,7 @@ class RunCLI(LightningCLI):
             hand_over_id()
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        given = self._get(self.config_init, "trainer")
+        given = self.instance("trainer")
         root = Path(given["default_root_dir"])
         if given["logger"] is None:
             kwargs["logger"] = [SeamlessTensorBoard(root, self.plan_table), MetricsCSV(root)]
@@ -158,7 +161,7 @@ class RunCLI(LightningCLI):
 
     def add_tracker(self, trainer: Trainer, root: Path) -> None:
         """Add the logger of an external tracker, if the configuration names one."""
-        settings = self._get(self.config_init, "tracker")
+        settings = self.instance("tracker")
         if settings.name is None or is_dry_run(trainer):
             return
         own = run_id(root)

@@ -12,7 +12,6 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO, LayerSync
 from lightning.pytorch.plugins import Precision as PrecisionPlugin
@@ -22,6 +21,7 @@ from callbacks.processes.launch import Launch, check_processes, read_launch
 from callbacks.processes.peers import REPEAT, Peers, hint
 from callbacks.run.devices import check_devices, device_type
 from callbacks.run.patches import (
+    PatchedTrainer,
     cluster_environment,
     disable_signal_handlers,
     replace_rank_observer,
@@ -58,7 +58,7 @@ def file_listing(place: Path) -> list[Any]:
     ]
 
 
-class Trainer(LightningTrainer):
+class Trainer(PatchedTrainer):
     """Lightning's Trainer over one endless epoch, intervals in optimizer steps."""
 
     # Lightning sets these without declaring them, or declares a wider type.
@@ -220,34 +220,30 @@ class Trainer(LightningTrainer):
             peers.hint, peers.silence = "this process has started them", REPEAT
         return peers
 
-    def _meet(self, peers: Peers, ckpt_path: Any) -> Any:
+    def before_run(self, ckpt_path: str | None) -> str | None:
         """Wait for the other processes, and return the checkpoint that rank 0 resumes from."""
-        peers.children = getattr(self.strategy.launcher, "procs", [])
+        if self.peers is None:
+            return ckpt_path
+        self.peers.children = getattr(self.strategy.launcher, "procs", [])
         limit = self.peer_timeout.total_seconds()
-        peers.meet(limit, self.peer_facts())
-        path = peers.decide("ckpt_path", None if ckpt_path is None else str(ckpt_path), limit)
+        self.peers.meet(limit, self.peer_facts())
+        chosen = None if ckpt_path is None else str(ckpt_path)
+        path = self.peers.decide("ckpt_path", chosen, limit)
         if self.state.fn == "fit" and not self.fast_dev_run:
             root = Path(self.default_root_dir)
-            peers.agree_on_view(lambda: file_listing(root), str(root), limit)
+            self.peers.agree_on_view(lambda: file_listing(root), str(root), limit)
         if path is not None and Path(path).suffix == ".ckpt":
-            peers.agree_on_view(lambda: file_listing(Path(path)), path, limit)
+            self.peers.agree_on_view(lambda: file_listing(Path(path)), path, limit)
         if path is None and self.global_rank > 0 and self.state.fn == "fit":
             self.start_elsewhere()
         return path
 
-    def _run(self, model: Any, ckpt_path: Any = None, weights_only: bool | None = None) -> Any:
-        if self.peers is not None:
-            ckpt_path = self._meet(self.peers, ckpt_path)
-        return super()._run(model, ckpt_path, weights_only)
-
-    def _run_stage(self) -> Any:
-        result = super()._run_stage()
-        # Lightning enters no loop when no step is left, not even for a validation that is due.
+    def after_loop(self) -> None:
+        """Make up a validation that is due where no step is left: Lightning enters no loop then."""
         for callback in self.checkpoint_callbacks:
             make_up: Any = getattr(callback, "make_up_validation", None)
             if make_up is not None:
                 make_up(self)
-        return result
 
     def largest(self, number: int) -> int:
         """Return the largest of all ranks' numbers, reduced on the CPU: no wait for a GPU."""
